@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,8 +41,6 @@ DESCRIBING = frozenset(
 )
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _make: Any = torch.Tensor._make_wrapper_subclass
-# A kernel that bypasses the dispatcher would read address 0.
-_refuse_address: Any = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
 
 
 class DeadRead(CheckpointError):
@@ -83,10 +82,6 @@ class _Dropped(functools.partial):
 def dropping_hooks() -> saved_tensors_hooks:
     """Hooks that replace outer ones, such as those of offload, for a graph that is dropped at once."""
     return saved_tensors_hooks(_Dropped(torch.Tensor.detach), lambda tensor: tensor)
-
-
-def _tensor_of(saved: Saved) -> Any:
-    return saved.tensor
 
 
 class Saved:
@@ -150,7 +145,7 @@ class Liveness:
         if torch._C._are_functorch_transforms_active():
             self.is_doubtful = True
         elif top == self._top:
-            return saved_tensors_hooks(_Dropped(self.pack), _tensor_of)
+            return saved_tensors_hooks(_Dropped(self.pack), operator.attrgetter("tensor"))
         return contextlib.nullcontext()
 
     def pack(self, tensor: torch.Tensor) -> Saved:
@@ -212,10 +207,9 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _holders(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory; 0 if that is unknown."""
-    use = getattr(torch._C, "_storage_Use_Count", None)
-    if use is None or not _has_storage(tensor):
+    if not _has_storage(tensor):
         return 0
-    return use(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) - 1  # without the storage's own Python object
 
 
 class _Watched:
@@ -348,7 +342,7 @@ _MOST_KNOWN = 4096
 
 def _dead(shape, strides, offset, dtype, device) -> Dead:
     tensor = _make(Dead, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device, storage_size=0)
-    _refuse_address(tensor)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)  # a kernel that bypasses the dispatcher would read address 0
     return tensor
 
 

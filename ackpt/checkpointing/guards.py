@@ -29,7 +29,6 @@ from ackpt.core.errors import CheckpointError, add_note
 
 from .reachable import LONGEST_CONTAINER, MODULE_FIELDS, PLAIN, is_data
 
-_SMALL = 1 << 20  # bytes
 _ABSENT = object()
 _GONE = torch.empty(0)
 PLAIN_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -397,16 +397,14 @@ def _add_to_gradient(leaf, node, added, thread, gradient):
     ``thread``: that of the region's backward. Backwards in other threads meet the hook, too.
     """
     existing = leaf.grad
-    if gradient is None or existing is None or thread != get_ident() or not _are_alike(existing, gradient):
+    if gradient is None or existing is None or thread != get_ident():
+        return None
+    facts = {(type(each), each.shape, each.dtype, each.device, each.layout) for each in (existing, gradient)}
+    if len(facts) > 1 or type(gradient) not in (torch.Tensor, FakeTensor):
         return None
     node(gradient)  # under its lock: other threads may add to the same gradient
     added.add(id(leaf))
     return dead_like(gradient)
-
-
-def _are_alike(*tensors) -> bool:
-    facts = {(each.shape, each.dtype, each.device, each.layout) for each in tensors}
-    return len(facts) == 1 and all(type(each) in (torch.Tensor, FakeTensor) for each in tensors)
 
 
 def _collector(wanted: dict[int, list[torch.Tensor]]):

@@ -23,8 +23,6 @@ from ackpt.core.autograd_state import phase, recomputation_begins
 from ackpt.core.errors import CheckpointError
 
 from . import guards, rng
-from .autocast import AUTOCAST_OFF, Autocast
-from .closures import DetachClosedOver, frozen
 from .dead_calls import Dead, DeadCalls, DeadRead, Liveness, Skipping, dropping_hooks, top_hooks
 from .evidence import (
     RECORDED_RUNS,
@@ -41,8 +39,9 @@ from .evidence import (
     other_outputs,
     subject_of,
 )
-from .reachable import ReachableState, graph_of, is_data, tensors_in
+from .reachable import DetachClosedOver, ReachableState, frozen, graph_of, is_data, tensors_in
 from .recorder import Recorder, data_restored
+from .rng import AUTOCAST_OFF, Autocast
 from .tree import Slot, Tensors, fill, is_plain, strip_arguments, strip_result
 
 #: The gradient of a tensor that a region uses more often than this (a weight at every step of a loop) is summed inside

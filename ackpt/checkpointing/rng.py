@@ -1,4 +1,4 @@
-"""Random number streams of torch, Python and NumPy: saved before a region's forward and replayed in its recomputation.
+"""What a region saves before its forward and replays in its recomputation: random number streams, and autocast.
 
 The streams are torch's CPU generator, the default generators of all initialized devices, Python's ``random``, numpy's
 global state, and the generator objects in the region's arguments (``torch.Generator``, ``random.Random``,
@@ -291,3 +291,45 @@ def replay(states: list):
         finally:
             for stream, state in present:
                 stream.set(state)
+
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+class Autocast:
+    """The autocast state of all devices in this thread, to be restored in a recomputation; ``off``: autocast disabled.
+
+    `restored` sets the switches directly, because ``torch.autocast("cuda")`` disables itself without a GPU, for example
+    when `predict` runs a step from shapes alone.
+    """
+
+    __slots__ = ("modes", "cache")
+
+    def __init__(self, off: bool = False):
+        is_on = torch.is_autocast_enabled
+        self.modes = [(name, not off and is_on(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
+        self.cache = torch.is_autocast_cache_enabled()
+
+    def _apply(self):
+        for name, enabled, dtype in self.modes:
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+
+    @contextlib.contextmanager
+    def restored(self):
+        """Apply this state in the body, and the present one after it."""
+        present = Autocast()
+        torch.autocast_increment_nesting()
+        self._apply()
+        # A cached cast made outside the region has its autograd history there; the recomputation needs its own cast.
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            present._apply()
+
+
+AUTOCAST_OFF = Autocast(off=True)

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .closures import names_in
-from .reachable import IN_PLACE, TRAVELING
+from .reachable import IN_PLACE, TRAVELING, names_in
 
 Run = Callable[[nn.Module, Callable[..., Any], tuple, dict], Any]  # called with the module and its own forward
 _NAMES = "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_CONST"

@@ -45,8 +45,8 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
     return write_bytes_atomic(path, text.encode())
 
 
-def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
-    """Write a file in one step, as `write_text_atomic` does.
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes | None) -> Path:
+    """Write a file in one step, as `write_text_atomic` does; with None, only check that it can be written.
 
     Example:
         >>> import tempfile
@@ -55,23 +55,6 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
         ...     write_bytes_atomic(f"{folder}/figure.png", b"bytes").read_bytes()
         b'bytes'
     """
-    return _written(path, data)
-
-
-def check_writable(path: str | os.PathLike[str]) -> Path:
-    """Raise the error of `write_bytes_atomic` now, before any work, if the file cannot be written; return the path."""
-    return _written(path, None)
-
-
-def check_folder(folder: str | os.PathLike[str]) -> None:
-    """Make the folder if need be; raise OSError if no file can be written there."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
-def _written(path: str | os.PathLike[str], data: bytes | None) -> Path:
-    """Write `data`, or only check that something can be written; return the path."""
     path, before = Path(path), None
     try:
         opened = _opened(path)
@@ -94,6 +77,18 @@ def _written(path: str | os.PathLike[str], data: bytes | None) -> Path:
             reason = "no process reads from it"
         raise RecordError(f"cannot write {path}: {reason}; name a file that can be written") from error
     return path
+
+
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """Raise the error of `write_bytes_atomic` now, before any work, if the file cannot be written; return the path."""
+    return write_bytes_atomic(path, None)
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Make the folder if need be; raise OSError if no file can be written there."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def _opened(path: Path) -> int | None:

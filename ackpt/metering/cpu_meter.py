@@ -8,10 +8,9 @@ written into the same stream as *marks*: profiler events with a special name.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
+import itertools
 import os
-import sys
 import time
 import weakref
 
@@ -20,13 +19,10 @@ from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _EventType, _RecordFunctionFast
 from torch.autograd.profiler import profile  # torch.profiler wraps it, and in torch 2.11 warns at its first start
 
-from .resident import on, storages_of
 from .timeline import MeterError, build_timeline, store_watched
 
-_ON_CPU = on("cpu")
 _MARK = "ackpt::"
 _LEVEL = "KINETO_LOG_LEVEL"
-_KEEP = ((-4, 0), (-1, -1))  # of glibc's malloc.h: M_MMAP_MAX, no block of its own; M_TRIM_THRESHOLD, never trim
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
@@ -37,37 +33,26 @@ def trace(step_fn, warm_up, owned, device):
     if warm_up is not None:  # the step itself runs without collections
         gc.collect()
     # Keep the storages of earlier gradients: the allocator warns about frees of blocks allocated before the profile.
-    earlier = [storage for _, storage in owned.gradients(_ON_CPU)]
+    earlier = [storage for _, storage in owned.gradients(_on_cpu)]
     with contextlib.ExitStack() as stack:
         with _quiet():
             profiler = stack.enter_context(profile(use_kineto=True, profile_memory=True))
         if warm_up is not None:
             warm_up()
             gc.collect()
-        resident_bytes = owned.bytes(_ON_CPU)
-        existing = {storage.data_ptr(): storage for _, storage in owned.gradients(_ON_CPU)}
-        with store_watched(_mark_action) as store, _marks(owned), no_collection():
-            _mark("step")
+        resident_bytes = owned.bytes(_on_cpu)
+        existing = {storage.data_ptr(): storage for _, storage in owned.gradients(_on_cpu)}
+        marks = _Marks()
+        with store_watched(marks.note) as store, _gradients(owned, marks.note), no_collection():
+            marks.note(("step",))
             step_fn()
-            _mark("end")
-        after = owned.backed(_ON_CPU, torch.UntypedStorage.data_ptr)
+            marks.note(("end",))
+        after = owned.backed(_on_cpu, torch.UntypedStorage.data_ptr)
     before = {pointer: ("gradients", storage.nbytes()) for pointer, storage in existing.items()}
     del earlier, existing  # kept until here, so that no block of the step has their address
     assert profiler is not None and profiler.kineto_results is not None
     peaks = {"store_peak_bytes": store.peak_bytes} if store.peak_bytes else {}
-    return build_timeline(_actions(profiler.kineto_results), before, after), resident_bytes, None, peaks
-
-
-def keep_freed_memory() -> bool:
-    """From now on, this process keeps freed memory for later allocations, as the allocator of a GPU does.
-
-    By default, glibc returns large blocks to the operating system. The next step then asks for them again, and the page
-    faults cost more the larger its peak is. Returns False where the C library has no such setting.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(*setting) == 1 for setting in _KEEP)
+    return build_timeline(_actions(profiler.kineto_results, marks), before, after), resident_bytes, None, peaks
 
 
 @contextlib.contextmanager
@@ -86,7 +71,20 @@ def _quiet():
             del os.environ[_LEVEL]
 
 
-def _actions(results):
+class _Marks(dict[str, tuple]):
+    """The actions that are written into the profiler's events, by the name of their event."""
+
+    def __init__(self):
+        self._numbers = itertools.count()
+
+    def note(self, action: tuple) -> None:
+        name = f"{_MARK}{next(self._numbers)}"
+        self[name] = action
+        with _RecordFunctionFast(name):
+            pass
+
+
+def _actions(results, marks):
     """The actions for `build_timeline`, from the events between the marks "step" and "end", in order of time."""
     events, stack = [], results.experimental_event_tree()[::-1]
     while stack:
@@ -104,23 +102,12 @@ def _actions(results):
                 else:
                     yield "free", extra.ptr
         elif kind == _EventType.TorchOp:
-            name = event.name
-            if name.startswith(_MARK):
-                mark, _, argument = name.removeprefix(_MARK).partition(":")
-                if mark in ("step", "end"):
-                    inside = mark == "step"
-                elif mark == "gradient":
-                    yield "mark", int(argument), "gradients"
-                elif mark in ("recompute", "recomputed"):
-                    yield (mark,)
-                elif mark == "waited":
-                    yield "waited", int(argument)
-                elif mark == "copy":
-                    number, way, size = argument.split(":")
-                    yield "copy", int(number), way, int(size)
+            if (mark := marks.get(event.name)) is not None:
+                if mark[0] in ("step", "end"):
+                    inside = mark[0] == "step"
                 else:
-                    yield "free", int(argument)
-            elif inside and name.startswith(_BACKWARD):
+                    yield mark
+            elif inside and event.name.startswith(_BACKWARD):
                 yield ("backward",)
 
 
@@ -131,34 +118,23 @@ def clock(step_fn, device, now=time.perf_counter) -> float:
     return now() - start
 
 
-def _mark(name: str) -> None:
-    with _RecordFunctionFast(_MARK + name):
-        pass
-
-
-def _mark_action(action) -> None:
-    _mark(":".join(map(str, action)))
+def _on_cpu(tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 @contextlib.contextmanager
-def _marks(owned):
-    """Write marks when a leaf's gradient is complete, and when a gradient from before the step is freed."""
-
-    def complete(leaf):
-        for storage in storages_of(leaf.grad):
-            _mark(f"gradient:{storage.data_ptr()}")
+def _gradients(owned, note):
+    """Note when a leaf's gradient is complete, and when a gradient from before the step is freed."""
 
     def watch(gradient, pointer):
-        return weakref.ref(gradient, lambda _: _mark(f"dropped:{pointer}"))
+        return weakref.ref(gradient, lambda _: note(("free", pointer)))
 
-    dropped = [watch(gradient, storage.data_ptr()) for gradient, storage in owned.gradients(_ON_CPU)]
-    handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
+    dropped = [watch(gradient, storage.data_ptr()) for gradient, storage in owned.gradients(_on_cpu)]
     try:
-        yield
+        with owned.gradients_noted(_on_cpu, torch.UntypedStorage.data_ptr, note):
+            yield
     finally:
         dropped.clear()
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from .autograd_engine import around_backward
 from .cpu_meter import no_collection
 from .gpus import BLOCK, CachingAllocator
-from .resident import rounded, storages_of
+from .resident import rounded
 from .timeline import MeterError, build_timeline, store_watched
 
 
@@ -146,23 +146,13 @@ def _marks(owned, counts):
     def note(action):
         marks.append((_events() - start, action))
 
-    def complete(leaf):
-        if counts(leaf.grad):
-            for storage in storages_of(leaf.grad):
-                note(("mark", storage.data_ptr(), "gradients"))
-
     @contextlib.contextmanager
     def backward():
         note(("backward",))
         yield
 
-    handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
-    try:
-        with around_backward(backward):
-            yield marks, note
-    finally:
-        for handle in handles:
-            handle.remove()
+    with owned.gradients_noted(counts, torch.UntypedStorage.data_ptr, note), around_backward(backward):
+        yield marks, note
 
 
 def _events() -> int:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .autograd_engine import is_dense
+from .resident import rounded
 from .run_alone import Allocations, in_own_thread, run_operation, signature
 
 aten = torch.ops.aten
@@ -215,8 +216,8 @@ def _blas_takes(matrix) -> bool:
 def _flash_backward(grad, query, key, value) -> list[int]:
     """``mha_bwd`` in transformers/cuda/flash_attn/flash_api.cpp, and contiguous gradients for it."""
     batch, heads, length, width = query.shape
-    rows = batch * heads * _multiple(length, 128)
-    sizes = [rows * 4, rows * _multiple(width, 32 if width <= 128 else 64) * 4]  # softmax_d, dq_accum
+    rows = batch * heads * rounded(length, 128)
+    sizes = [rows * 4, rows * rounded(width, 32 if width <= 128 else 64) * 4]  # softmax_d, dq_accum
     if key.shape[1] != heads:  # gradients of keys and values for every head of the queries
         sizes += 2 * [batch * key.shape[2] * heads * width * key.element_size()]
     return sizes if grad.transpose(1, 2).is_contiguous() else [_bytes(grad), *sizes]
@@ -224,10 +225,6 @@ def _flash_backward(grad, query, key, value) -> list[int]:
 
 def _bytes(tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _multiple(size: int, of: int) -> int:
-    return -(-size // of) * of
 
 
 class Workspaces:

@@ -45,8 +45,7 @@ from .kernel_memory import LOSSES, MATMULS, Workspaces, cuda_results, cuda_tempo
 from .meter import Measurement, assemble, check_step
 from .resident import Item, Resident, rounded, storages_of
 from .timeline import MeterError, build_timeline, store_watched
-from .without_data.holders import Made
-from .without_data.packed_sequences import found_packed
+from .without_data import Made, found_packed
 
 FAKE = "make the model, its inputs and the optimizer under FakeTensorMode instead"
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -217,18 +216,12 @@ class Storages(TorchDispatchMode):
             self.before[storage._cdata] = ("gradients", size)
             self._follow(storage)
         _ = storage = None
-
-        def complete(leaf):
-            self.actions.extend(("mark", storage._cdata, "gradients") for storage in storages_of(leaf.grad))
-
-        handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in owned.trainable()]
         self.active = True
         try:
-            yield
+            with owned.gradients_noted(self.counts, lambda storage: storage._cdata, self.actions.append):
+                yield
         finally:
             self.active = False
-            for handle in handles:
-                handle.remove()
 
     @contextlib.contextmanager
     def hooks(self):

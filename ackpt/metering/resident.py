@@ -5,6 +5,7 @@ They include the tensors that a quantized weight or a wrapper holds in addition 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -89,6 +90,22 @@ class Resident:
             if leaf.grad is not None and counts(leaf.grad):
                 yield from ((leaf.grad, storage) for storage in storages_of(leaf.grad))
 
+    @contextlib.contextmanager
+    def gradients_noted(self, counts, key, note):
+        """Inside, calls ``note(("mark", key(storage), "gradients"))`` when the gradient of a leaf is complete."""
+
+        def complete(leaf):
+            if leaf.grad is not None and counts(leaf.grad):
+                for storage in storages_of(leaf.grad):
+                    note(("mark", key(storage), "gradients"))
+
+        handles = [leaf.register_post_accumulate_grad_hook(complete) for leaf in self.trainable()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def bytes(self, counts, round_to: int = 1) -> dict[str, int]:
         """Bytes by category, every block rounded up to `round_to`."""
         sizes: dict[str, int] = {}
@@ -127,11 +144,6 @@ def _as_loaded(item: _Holder):
 
 def rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def on(device_type: str):
-    """A predicate for tensors on devices of this type."""
-    return lambda tensor: tensor.device.type == device_type
 
 
 # Classes of weights whose operations also read the tensors and plain values of one attribute.

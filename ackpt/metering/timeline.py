@@ -202,8 +202,7 @@ class StoreWatch:
 
     def __init__(self, note):
         self._note = note
-        self._numbers: dict[int, int] = {}
-        self._events: list = []  # kept alive, so that ids are unique
+        self._numbers: dict[Any, int] = {}  # by event
         self._live: dict = {}
         self.peak_bytes = 0
 
@@ -212,12 +211,11 @@ class StoreWatch:
             self._live[source] = size
             self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
         elif kind == "waited":
-            if id(source) in self._numbers:
-                self._note(("waited", self._numbers[id(source)]))
+            if source in self._numbers:
+                self._note(("waited", self._numbers[source]))
         else:
-            self._numbers[id(source)] = len(self._events)
-            self._events.append(source)
-            self._note(("copy", len(self._events) - 1, kind, size))
+            number = self._numbers[source] = len(self._numbers)
+            self._note(("copy", number, kind, size))
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ackpt.models.packed_attention import is_readable
+from ackpt.models.transformer import is_readable
 
 IGNORE_INDEX = -100  # F.cross_entropy's default
 

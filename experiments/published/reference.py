@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ackpt.models.packed_attention import attention
+from ackpt.models import attention
 from ackpt.offloading.store import host_memory
 from experiments.models import ResNet, ResNetConfig
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from functools import partial
 from typing import Literal
 
 import torch
 from torch._functorch import config as functorch_config
 
-from ackpt.metering.cpu_meter import keep_freed_memory
 from ackpt.metering.meter import compare_seconds, count_flops, measure
 from ackpt.metering.resident import Resident
 from ackpt.planner.schedule.plan import Plan
@@ -20,6 +21,7 @@ from .peers import by_inductor, fresh_dynamo
 
 Clock = Literal["wall", "processor"]
 _LAST_BITS = 2.0**-22  # relative, of float32
+_KEEP = ((-4, 0), (-1, -1))  # of glibc's malloc.h: M_MMAP_MAX, no block of its own; M_TRIM_THRESHOLD, never trim
 
 
 class Runs:
@@ -163,3 +165,15 @@ def promised(planned: Plan) -> dict:
         "cost": planned.cost,
         "lower_bound": planned.lower_bound,
     }
+
+
+def keep_freed_memory() -> bool:
+    """From now on, this process keeps freed memory for later allocations, as the allocator of a GPU does.
+
+    By default, glibc returns large blocks to the operating system. The next step then asks for them again, and the page
+    faults cost more the larger its peak is. Returns False where the C library has no such setting.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(*setting) == 1 for setting in _KEEP)

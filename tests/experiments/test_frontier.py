@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from forked import output_of
 from PIL import Image
 from steps import run_boxed
 from torch._dynamo.backends.common import aot_autograd
@@ -269,3 +270,27 @@ def test_the_model_and_torch_are_as_before(runs):
     with peer(MEMORY_BUDGET, runs.work, 0.5):
         assert config.activation_memory_budget == 0.5
     assert config.activation_memory_budget == 1.0
+
+
+FAULTS = """
+import resource
+import torch
+from experiments.steps.frontier_runs import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(1 << 24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(min(faults() for _ in range(4)))
+print(keep_freed_memory())
+print(min(faults() for _ in range(4)))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets options of glibc")
+def test_memory_that_is_kept_when_freed_causes_no_page_faults(tmp_path):
+    """A tensor of 64 MiB has 16384 pages of 4 KiB, or fewer larger ones."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    returned, kept_now, kept = output_of(tmp_path / "faults.py", folder=tmp_path).split()
+    assert kept_now == "True" and int(returned) > 30 and int(kept) < 10

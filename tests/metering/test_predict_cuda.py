@@ -297,7 +297,7 @@ def test_flash_attention_accumulates_gradients_of_queries_in_float32():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_decoders_of_transformers_attend_without_a_mask(device):
-    """transformers reads the values of position ids, which fake tensors do not have (`packed_sequences`)."""
+    """transformers reads the values of position ids, which fake tensors do not have (`found_packed`)."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4

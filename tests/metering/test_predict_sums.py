@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 import types
 
 import pytest
@@ -232,21 +233,20 @@ def cached(length):
     return mask(length)
 
 
-def in_cache(model, length):
-    return cached(length)
+def in_dict(dict_of, put=lambda table: table, get=lambda value: value):
+    def mask_of(model, length):
+        return get(dict_of(model).setdefault(length, put(mask(length))))
+
+    return mask_of
 
 
-def in_dict(model, length):
-    return GLOBAL.setdefault(length, mask(2 * length)[:length, :length])
+def in_attribute(owner, name):
+    def mask_of(model, length):
+        if getattr(owner, name, None) is None:
+            setattr(owner, name, mask(length))
+        return getattr(owner, name)
 
-
-def in_tuple(model, length):
-    return GLOBAL.setdefault(length, (mask(length),))[0]
-
-
-def in_nested_dict(model, length):
-    entry = {"mask": types.SimpleNamespace(both=[mask(length)])}
-    return NESTED["masks"].setdefault(length, entry)["mask"].both[0]
+    return mask_of
 
 
 def in_list(model, length):
@@ -255,43 +255,8 @@ def in_list(model, length):
     return LIST[0]
 
 
-def in_global(model, length):
-    global NAME
-    if NAME is None:
-        NAME = mask(length)
-    return NAME
-
-
-def in_class(model, length):
-    if Attends.of_class is None:
-        Attends.of_class = mask(length)
-    return Attends.of_class
-
-
-def in_new_attribute_of_the_class(model, length):
-    if not hasattr(Attends, "new"):
-        Attends.new = mask(length)
-    return Attends.new
-
-
-def in_dict_of_the_class(model, length):
-    return model.known.setdefault(length, mask(length))
-
-
-def in_object(model, length):
-    if TABLE.mask is None:
-        TABLE.mask = mask(length)
-    return TABLE.mask
-
-
 def in_default(model, length, known={}):  # noqa: B006
     return known.setdefault(length, mask(length))
-
-
-def in_function(model, length):
-    if not hasattr(in_function, "mask"):
-        in_function.mask = mask(length)
-    return in_function.mask
 
 
 def in_closure():
@@ -310,10 +275,26 @@ def logs_activations(model, length):
     return mask(length)
 
 
-PLACES = [
-    *(in_cache, in_dict, in_tuple, in_nested_dict, in_list, in_global, in_class, in_new_attribute_of_the_class),
-    *(in_object, in_dict_of_the_class, in_default, in_function, in_closure, logs_activations),
-]
+PLACES = {
+    "cache": lambda model, length: cached(length),
+    "dict": in_dict(lambda model: GLOBAL, lambda table: table.repeat(2, 2)[: len(table), : len(table)]),
+    "tuple": in_dict(lambda model: GLOBAL, lambda table: (table,), lambda value: value[0]),
+    "nested dict": in_dict(
+        lambda model: NESTED["masks"],
+        lambda table: {"mask": types.SimpleNamespace(both=[table])},
+        lambda value: value["mask"].both[0],
+    ),
+    "list": in_list,
+    "global": in_attribute(sys.modules[__name__], "NAME"),
+    "class": in_attribute(Attends, "of_class"),
+    "new attribute of the class": in_attribute(Attends, "new"),
+    "object": in_attribute(TABLE, "mask"),
+    "dict of the class": in_dict(lambda model: model.known),
+    "default": in_default,
+    "function": in_attribute(in_default, "mask"),
+    "closure": in_closure,
+    "log": logs_activations,
+}
 
 
 def predicted(model, x, context=contextlib.nullcontext):
@@ -329,11 +310,11 @@ def predicted(model, x, context=contextlib.nullcontext):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mask_of"),
-    [*(("fake", place) for place in PLACES), *(("meta", place) for place in (in_cache, in_nested_dict, in_closure))],
+    ("kind", "place"),
+    [*(("fake", place) for place in PLACES), *(("meta", place) for place in ("cache", "nested dict", "closure"))],
 )
-def test_a_prediction_leaves_no_cached_tensors(kind, mask_of):
-    mask_of = in_closure() if mask_of is in_closure else mask_of
+def test_a_prediction_leaves_no_cached_tensors(kind, place):
+    mask_of = in_closure() if place == "closure" else PLACES[place]
     context = FakeTensorMode() if kind == "fake" else torch.device("meta")
     with context:
         model, x = Attends(mask_of), torch.empty(2, 6, 8)
@@ -347,14 +328,14 @@ def test_a_prediction_leaves_no_cached_tensors(kind, mask_of):
     in_default.__defaults__[0].clear()
     globals().update(NAME=None)
     Attends.of_class = TABLE.mask = None
-    for owner, name in ((Attends, "new"), (in_function, "mask")):
+    for owner, name in ((Attends, "new"), (in_default, "mask")):
         if name in vars(owner):
             delattr(owner, name)
 
 
 def test_a_failed_prediction_leaves_no_cached_tensors():
     with FakeTensorMode():
-        model, x = Attends(in_dict), torch.empty(2, 6, 8)
+        model, x = Attends(PLACES["dict"]), torch.empty(2, 6, 8)
     with pytest.raises(ackpt.MeterError, match="needs the values of a tensor"):
         ackpt.predict(lambda: model(x).item(), resident=(model, x))
     assert not GLOBAL
@@ -364,7 +345,7 @@ def test_earlier_caches_and_state_of_the_step_are_kept():
     four = cached(4)
     GLOBAL[4] = four
     with FakeTensorMode():
-        model, x, counter = Attends(in_dict), torch.empty(2, 6, 8), {"steps": torch.zeros(())}
+        model, x, counter = Attends(PLACES["dict"]), torch.empty(2, 6, 8), {"steps": torch.zeros(())}
         scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.AdamW(model.parameters())
 

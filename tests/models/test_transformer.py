@@ -17,7 +17,7 @@ from ackpt.models import (
     Transformer,
     TransformerConfig,
     attention,
-    packed_attention,
+    transformer,
 )
 
 TINY = TransformerConfig(dim=32, ff_dim=64, layers=2, head_dim=16, vocab_size=50)
@@ -348,7 +348,7 @@ def test_a_gpu_before_capability_8_has_attention_in_float16_only(dtype, kernel, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     choice = getattr(torch.nn.attention.SDPBackend, kernel).value
-    monkeypatch.setattr(packed_attention, "_choice", lambda *_, **__: choice)
+    monkeypatch.setattr(transformer, "_choice", lambda *_, **__: choice)
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     if kernel == "MATH":

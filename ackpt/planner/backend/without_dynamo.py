@@ -19,8 +19,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 
-from ackpt.checkpointing.closures import bound
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER, global_names
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER, bound, global_names
 from ackpt.planner.request import Request
 from ackpt.planner.step.planned_step import PlannedStep, put_in_place, without_budget
 

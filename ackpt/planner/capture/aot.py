@@ -32,7 +32,7 @@ from ackpt.core.errors import TraceError, warn
 from ackpt.core.progress import stage
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.resident import inner_tensors, tensor_at
-from ackpt.metering.without_data.packed_sequences import found_packed
+from ackpt.metering.without_data import found_packed
 
 from .dynamic_sizes import Dimension, Symbols, empty_tensor, integers, is_sized, layout, symbolic
 from .inspection.attributes import arguments_unchanged, tensor_attributes

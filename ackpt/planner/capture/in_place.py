@@ -4,7 +4,8 @@ AOTAutograd turns ``x.add_(y)`` into ``add(x, y)``, whose result has its own mem
 gradients that autograd's engine makes in place. Fractional budgets are relative to the peak of the model's own step,
 where ``x`` and the result share one storage. `eager_graph` merges such storages, so that simulating it gives that peak.
 `in_place_as_eager` marks such operations during a capture, and gives their results the strides of the first argument;
-for strides of all other results see `patches.kernels`.
+for strides of all other results see `patches.kernels`. `autocast_of` says under which autocast eager mode runs the
+kernels of other libraries.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import operator
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,10 @@ import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_leaves
 
-from ackpt.checkpointing.autocast import autocast_of
+from ackpt.checkpointing.rng import Autocast
 from ackpt.metering.autograd_engine import INTO_ZEROS, ZEROS, is_dense, sums_own_gradients
 
 from .inspection.source_lines import line, not_repeated
@@ -40,6 +42,8 @@ _SUM, _SUMS_OWN = "ackpt_gradient_sum", "ackpt_sums_own_gradients"
 _INTO_WHOLE = ("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter", "aten::as_strided_scatter")
 _INTO_WHOLE += ("ackpt_graph::with_strides",)  # eager's tensor has these strides already
 _FILLED = "ackpt_graph::filled"
+_OF_TORCH = {"aten", "prim", "prims", "ackpt_graph", "higher_order"}
+_has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager
@@ -259,3 +263,30 @@ def _short_gaps(x) -> list[int]:
 def _at_example(sizes) -> list[int]:
     """`sizes` as numbers; symbols have those of the example inputs, so that no guard on them arises."""
     return [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+
+
+def autocast_of(func: Any) -> tuple[tuple[str, torch.dtype], ...]:
+    """In a dispatch mode, ``((device, dtype), ...)``: the autocast under which eager runs the kernel of `func`.
+
+    Only operations of others than torch have one; those with a kernel for autocast run below it.
+    """
+    if func.namespace in _OF_TORCH:
+        return ()
+    # Torch excludes autocast in a mode, and so in kernels that it calls (`pythonFallback` in PythonFallbackKernel.cpp).
+    with enable_reentrant_dispatch():
+        modes = [(device, dtype) for device, is_on, dtype in Autocast().modes if is_on]
+    return tuple(each for each in modes if not _has_kernel(func.name(), f"Autocast{each[0].upper()}"))
+
+
+def as_in_eager(func: Any) -> Any:
+    """In a dispatch mode, a function that runs `func` under the autocast of eager mode."""
+    autocast = autocast_of(func)
+    return partial(run_under, func, autocast) if autocast else func
+
+
+def run_under(operation: Any, autocast: tuple[tuple[str, torch.dtype], ...], *args: Any, **kwargs: Any) -> Any:
+    """``operation(*args, **kwargs)`` under `autocast`, from `autocast_of`."""
+    with contextlib.ExitStack() as stack:
+        for device, dtype in autocast:
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+        return operation(*args, **kwargs)

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from ackpt.checkpointing import guards, reentrant, rng
-from ackpt.checkpointing.closures import bound
-from ackpt.checkpointing.reachable import MODULE_FIELDS, PLAIN, ReachableState, global_names
+from ackpt.checkpointing.reachable import MODULE_FIELDS, PLAIN, ReachableState, bound, global_names
 from ackpt.checkpointing.region import Region
 from ackpt.core.autograd_state import version
 from ackpt.metering.resident import storages_of

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ackpt.checkpointing.closures import bound
-from ackpt.checkpointing.reachable import global_names, tensors_in
+from ackpt.checkpointing.reachable import bound, global_names, tensors_in
 from ackpt.checkpointing.recorder import is_users
 from ackpt.metering.meter import memory_format
 from ackpt.metering.resident import storages_of

@@ -22,12 +22,12 @@ from torch._C._autograd import _profiler_enabled
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ackpt.checkpointing.autocast import as_in_eager
 from ackpt.core.autograd_state import phase
 from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
 from ackpt.metering.resident import storages_of
 from ackpt.metering.run_alone import begin_counting, end_counting, in_new_thread, run_counted
 from ackpt.metering.timeline import MeterError
+from ackpt.planner.capture.in_place import as_in_eager
 from ackpt.planner.costs.operation_costs import flops, traffic
 from ackpt.planner.costs.workspace import allocation_of
 from ackpt.planner.policies.search.frontier import FLOPS_PER_BYTE

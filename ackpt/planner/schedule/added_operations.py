@@ -18,12 +18,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ackpt.checkpointing.autocast import run_under
 from ackpt.checkpointing.reachable import ReachableState
 from ackpt.checkpointing.recorder import is_users
 from ackpt.checkpointing.rng import TorchStream, drawn_from, snapshot
 from ackpt.core.errors import CheckpointError, warn
 from ackpt.offloading.transport import CudaTransport
+from ackpt.planner.capture.in_place import run_under
 from ackpt.planner.capture.inspection.outside_values import on_every_call
 from ackpt.planner.capture.operations import is_tagged
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from ackpt.checkpointing import reentrant
 from ackpt.checkpointing.recorder import is_users
 from ackpt.core.errors import CheckpointError, TraceError
-from ackpt.metering.without_data.holders import CACHED, holders, removals
+from ackpt.metering.without_data import CACHED, holders, removals
 
 from .model_checks import require_plain
 from .source_lines import Where, in_model, line, not_repeated

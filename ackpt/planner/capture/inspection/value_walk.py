@@ -21,13 +21,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ackpt.checkpointing.closures import bound, rebound_names
-from ackpt.checkpointing.reachable import LONGEST_CONTAINER, Namespace, attribute_of, content_of, global_names, slots_of
+from ackpt.checkpointing.reachable import (
+    LONGEST_CONTAINER,
+    Namespace,
+    attribute_of,
+    bound,
+    content_of,
+    global_names,
+    rebound_names,
+    slots_of,
+)
 from ackpt.checkpointing.recorder import code_location, is_users
 from ackpt.checkpointing.rng import TorchStream, stream_of
 from ackpt.checkpointing.standing_in import own_attribute
 from ackpt.metering.resident import state_name
-from ackpt.metering.without_data.holders import CACHED
+from ackpt.metering.without_data import CACHED
 
 from .attributes import (
     ABSENT,
