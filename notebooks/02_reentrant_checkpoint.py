@@ -12,9 +12,9 @@
 # saves its input. Its backward recomputes the function, builds the inner graph, and frees it at the end.
 # ```
 #
-# A checkpoint saves the input of a region, and recomputes in backward what the derivatives need. Twenty lines of
-# PyTorch do that, and $\sqrt n$ regions turn the $n$ activations of a chain into $2 \sqrt n$; but a recomputation that
-# sees anything else than the forward did gives wrong gradients, silently.
+# A checkpoint saves the input of a region, and recomputes in backward the tensors that the derivatives need. Twenty
+# lines of PyTorch do that, and $\sqrt n$ regions reduce the $n$ activations of a chain to $2 \sqrt n$. But if the
+# recomputation differs from the forward in anything, gradients are silently wrong.
 
 # %% tags=["hide-input"]
 import torch
@@ -409,8 +409,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 # ```{include} ../../results/tables/02_pitfalls.md
 # ```
 #
-# In two rows, torch's non-reentrant checkpoint is right where `ackpt` raises an error: it recomputes inside autograd's
-# own graph, and reads the tensors that the recomputation saves, not its outputs.
+# In two rows, torch's non-reentrant checkpoint is right and `ackpt` raises an error. Torch's checkpoint recomputes
+# inside autograd's own graph, and uses only the tensors that the recomputation saves, not its outputs.
 #
 # `ackpt.checkpoint` is the twenty lines with these additions:
 #
@@ -423,11 +423,8 @@ path = write_text_atomic("results/tables/02_pitfalls.md", table)
 #   and afterwards the new ones.
 # - **A closure's variables** are saved, so a lambda in a loop calls the layer that it called in the forward.
 # - **Tensors in dicts, lists, tuples, dataclasses and keyword arguments** are inputs of the autograd node.
-# - **Both runs are compared**, operation by operation, with their numeric arguments. A difference raises an error.
-#
-# One row stays wrong: the region builds a tensor from a Python value (`torch.tensor(scale)`) that changes before
-# backward. Both runs look identical to the checks. Pass such a value as an argument, because a region saves its
-# arguments.
+# - **Both runs are compared**, operation by operation, with their numeric arguments. A difference raises an error, as
+#   in the last two rows. Pass such a value as an argument, because a region saves its arguments.
 #
 # :::{admonition} Takeaway
 # :class: tip
@@ -623,8 +620,8 @@ figure
 # ## Summary
 #
 # - A chain of $n$ layers needs about $2 \sqrt n$ activations with one level of regions, $3 \sqrt[3] n$ with two.
-# - The ten lines fail wherever the recomputation differs from the forward, mostly in silence, and so does PyTorch's own
-#   checkpoint. `ackpt.checkpoint` repeats what can be repeated and otherwise raises an error, except in {ref}`a few cases
-#   <not-guaranteed>`. Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
+# - The ten lines and PyTorch's own checkpoints fail, mostly silently, wherever the recomputation differs from the
+#   forward. `ackpt.checkpoint` repeats the forward or raises an error, except in {ref}`a few cases <not-guaranteed>`.
+#   Its code is in `ackpt/checkpointing/reentrant.py` and `ackpt/checkpointing/region.py`.
 #
 # You can now write a checkpoint, and say when its recomputation differs from the forward.

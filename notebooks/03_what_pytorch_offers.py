@@ -14,9 +14,9 @@
 # first three steps; their recomputed tensors count as temporaries.)
 # ```
 #
-# None of PyTorch's tools takes a bound on the peak, and most of them have steps on which they are wrong without an
-# error. This chapter rebuilds them in a few lines each, measures them, and shows these steps. All tensors are in fp32,
-# and all results come from this version of torch:
+# None of PyTorch's tools bounds the peak, and most of them are silently wrong on some steps. This chapter rebuilds them
+# in a few lines each, measures them, and shows these steps. All tensors are in fp32, and all results come from this
+# version of torch:
 
 # %% tags=["hide-input"]
 import contextlib
@@ -403,7 +403,7 @@ assert flops["`ackpt` regions"] == flops["non-reentrant"] < flops["reentrant"]
 #   which peaks in the first block's backward: no other block's input is live there.
 # - The *memory budget* bounds saved bytes, not the peak. At 0.2 it recomputes more than at 0.5 and peaks higher,
 #   because many recomputed tensors are live together. {doc}`07_graph_profiler` shows three peaks of one saved set.
-# - The *plan* of 0.45 has a lower peak than both, and recomputes less than the memory budget of 0.2.
+# - The *plan* of 0.45 has a lower peak than both memory budgets, and recomputes less than that of 0.2.
 
 # %% tags=["hide-input"]
 drawn = {"Inductor": "Inductor"}
@@ -513,9 +513,9 @@ assert exhibit("a shared block under DDP", sent_and_seen) == {
 }
 
 # %% [markdown]
-# The first number was sent; the optimizer sees the second. A reentrant backward delivers the gradient in two parts. DDP
-# averages only the first part, so the processes drift apart. If another layer's gradient is still missing, the second
-# part makes DDP raise an error:
+# DDP would send the first number; the optimizer uses the second. A reentrant backward computes the gradient in two
+# parts. DDP averages only the first part, so the parameters of the processes diverge. If another layer's gradient is
+# still missing, DDP raises an error at the second part:
 
 # %%
 with_layer_below = partial(sent_and_seen, below=partial(nn.Linear, 4, 4))

@@ -11,8 +11,8 @@
 # Memory at the peak of one step on a CPU, with four methods: only the loss in chunks reduces the logits.
 # ```
 #
-# The logits fill it: with a large vocabulary, they need as much memory as all blocks together, and checkpointing does
-# not reduce them. A loss in chunks of tokens does, without recomputing anything.
+# The logits fill the memory: with a large vocabulary, they need as much as all blocks together, and checkpointing does
+# not reduce them. A loss in chunks of tokens reduces them, without recomputing anything.
 
 # %% tags=["hide-input"]
 import math
@@ -450,8 +450,9 @@ path = write_text_atomic("results/tables/04_lm.md", markdown_table(rows, columns
 # ```{include} ../../results/tables/04_lm.md
 # ```
 #
-# Here, the chunked loss (33 % against 27 %); at 8,192 published tokens, checkpointing (7,363 against 7,731 MiB).
-# Neither method is enough: checkpointing leaves the logits, chunking the activations (figure at the top).
+# Here, the chunked loss lowers it more (33 % against 27 %); at the published 8,192 tokens, checkpointing does (7,363
+# against 7,731 MiB). Neither method is enough: checkpointing leaves the logits, chunking the activations (figure at the
+# top).
 
 # %% tags=["hide-input"]
 logits = {"baseline": 12 * T * V, "checkpoint": 12 * T * V, "chunked-loss": 4 * math.ceil(T / chunks) * V}
@@ -468,8 +469,8 @@ path = plots.save(figure, "results/figures/04_at_the_peak.png")  # the figure at
 # %% [markdown]
 # ## FLOPs and time of the four methods
 #
-# The head costs $3 \cdot 2 \, T V d$ FLOPs, in chunks or in one piece. Checkpointing adds one forward of the blocks, but
-# for the last product of each.
+# The head costs $3 \cdot 2 \, T V d$ FLOPs, in chunks or in one piece. Checkpointing adds one forward of the blocks,
+# without the last product of each.
 
 # %%
 blocks_forward = (

@@ -559,7 +559,7 @@ path = write_text_atomic("results/tables/05_pays.md", markdown_table(width_rows,
 # ```{include} ../../results/tables/05_pays.md
 # ```
 #
-# In 16 bits, copies of block inputs add no time on any of the three at width 4,096, and on a T4 at width 512. A real
+# In 16 bits, copies of block inputs add no time at width 4,096 on any of these GPUs, and at width 512 on a T4. A real
 # GPU is slower than its data sheet: at half the rate, half the width is enough.
 #
 # With measured times, `ackpt.offload_pays` evaluates the condition. To see a crossover on this machine, we use

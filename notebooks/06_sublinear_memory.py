@@ -14,7 +14,7 @@
 #
 # A chain of $n$ equal blocks needs about $2 \sqrt n$ activations for less than one extra forward, and about $\log_2 n$
 # for half an extra forward per doubling of $n$. Blocks of real models save more than their output, so these numbers
-# mislead: what counts is bytes.
+# mislead: count bytes instead.
 
 # %% tags=["hide-input"]
 from functools import partial
@@ -156,8 +156,8 @@ def halves(blocks, x):
 #
 # ## Measured peaks and recomputation
 #
-# We run a chain of 64 blocks with each method. Without gradients of parameters, and the loss and its gradient, the peak
-# should be a whole number of $S$, and the FLOPs in excess of the baseline's a whole number of matrix products.
+# We run a chain of 64 blocks with each method. Apart from the gradients of parameters, the loss and its gradient, the
+# peak should be a whole number of $S$. The FLOPs above the baseline's should be those of a whole number of products.
 
 # %%
 # FLOPs of a block's forward; its backward takes twice as many, that of the
@@ -535,11 +535,11 @@ path = write_text_atomic("results/tables/06_models.md", table)
 # ```{include} ../../results/tables/06_models.md
 # ```
 #
-# - For equal blocks, `rotor` needs $6 \, S$, as promised, but the baseline $39 \, S$, not 36.
-# - The pyramid and ResNet-18 need *more* than the formulas promise. Their first blocks are the largest, and all
+# - For equal blocks, `rotor` needs $6 \, S$, as predicted, but the baseline $39 \, S$, not 36.
+# - The pyramid and ResNet-18 need *more* than the formulas predict. Their first blocks are the largest, and all
 #   activations of one must be live at once.
-# - The language model needs *less* than $\sqrt n$ promises: the tensors between its blocks, halves of layers, are much
-#   smaller than what each saves inside.
+# - The language model needs *less* than $\sqrt n$ predicts: its blocks are halves of layers, and the tensors between
+#   them are much smaller than those that each block saves inside.
 # - A model with a skip connection from front to end cannot be cut. It needs a planner that works on operations
 #   ({doc}`07_graph_profiler`).
 #

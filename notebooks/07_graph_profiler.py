@@ -13,8 +13,8 @@
 # peak. The weight, 1 MiB, is resident.
 # ```
 #
-# Capture the step as a list of operations, note when each allocates and frees: the largest sum is the peak, to the byte.
-# The same saved tensors have different peaks in different orders, so a plan must be an order.
+# Capture the step as a list of operations, and add up the bytes that each allocates and frees: the largest sum is the
+# peak, to the byte. The same saved tensors have different peaks in different orders, so a plan must fix the order.
 #
 
 # %% tags=["hide-input"]

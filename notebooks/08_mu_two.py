@@ -487,7 +487,7 @@ print(
 # ## A ResNet-152
 #
 # A published reproduction of mu-TWO reports memory and time of a ResNet-152. Its pipeline did not run mu-TWO, and its two
-# columns measured different things ({doc}`14_published` tells how we know). So we predict the same network, from shapes:
+# columns measured different things ({doc}`14_published` shows why). So we predict the same network, from shapes:
 
 # %% tags=["hide-input"]
 reference = load_reference("mu-two-resnet")

@@ -566,8 +566,8 @@ path = write_text_atomic("results/tables/09_published.md", markdown_table(rows, 
 # ```
 #
 # The fused kernel already recomputes the largest of the activations that need no matrix product. So on a GPU a plan
-# gains less: at the peak of per-block checkpointing, it recomputes three fifths as many FLOPs, for the small BERT less
-# than half.
+# gains less: at the peak of per-block checkpointing, it recomputes three fifths as many FLOPs, and for the small BERT
+# less than half.
 #
 # The published memory is a mean, and batch, length and precision are not stated, so we do not predict it. The added work
 # can be compared: per-block checkpointing recomputes 30 % of the FLOPs, and the published time grows by 33 %.
@@ -621,7 +621,7 @@ figure
 # ## Summary
 #
 # - A block of BERT saves $10 d + 2 f + 3 h T_\text{seq} + 4$ elements per token where attention is materialized. More than
-#   half of them can be recomputed without a matrix product. With fused attention, most of these are gone.
+#   half of these can be recomputed without a matrix product. With fused attention, most of these are never saved.
 #
 # You can now read a plan, and judge how far a method is from the optimum.
 #

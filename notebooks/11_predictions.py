@@ -12,8 +12,8 @@
 # Errors of all predictions of published measurements, by source. Most predictions of allocated bytes are exact.
 # ```
 #
-# Trust predictions of allocated bytes mostly to the byte, those of reserved bytes within 10 % to 20 %. They fail where
-# versions, descriptions or libraries differ. Three metrics are published:
+# Most predictions of allocated bytes are exact to the byte; trust those of reserved bytes within 10 % to 20 %.
+# Predictions fail where versions, descriptions or libraries differ. Three metrics are published:
 #
 # - *allocated*: `torch.cuda.max_memory_allocated`, the bytes that tensors and workspaces occupied at the peak;
 # - *reserved*: `torch.cuda.max_memory_reserved`, allocated bytes and the allocator's cached free blocks;
@@ -302,7 +302,7 @@ for row in compared:
 # Small batches reach a lower share of the roofline, most of all in float16, where launching kernels takes a large part
 # of the time. The T4 ran at 86 % of the roofline. The language model ran at an eighth of the roofline of an H100, but
 # with and without checkpointing alike, so its ratios agree. The synthetic steps ran even further below: their time
-# includes what a profiler records and exports. {doc}`14_published` tells what else the tables of the three small
+# includes what a profiler records and exports. {doc}`14_published` explains what else the tables of three small
 # projects among our sources measured.
 #
 # ## Omitted figures

@@ -12,8 +12,8 @@
 # is faster. The script next to the report measures *forwards only*, and a forward recomputes nothing.
 # ```
 #
-# The peaks do: we predict 23 of 25 within 1 %. But a language model learned something else than its losses suggest, and
-# one pair of columns comes from two different measurements.
+# The peaks do: we predict 23 of 25 within 1 %. But one language model did not learn the task that its losses suggest,
+# and one pair of columns comes from two different measurements.
 #
 # We wrote each step again from its sources, in `experiments/published/reference.py`. A prediction that misses points at
 # a line of code.
@@ -497,7 +497,7 @@ print(f"({without[32]['peak']} - {without[16]['peak']}) / ({with_it[32]['peak']}
 #
 # ## Summary
 #
-# You can now read a published table of memory and ask the four questions that its caption leaves open.
+# You can now read a published table of memory, and ask what was live and what ran while it was measured.
 #
 # The numbers on this page were produced in this environment:
 
