@@ -21,8 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ackpt.checkpointing.closures import bound
-from ackpt.checkpointing.reachable import tensors_in
+from ackpt.checkpointing.reachable import bound, tensors_in
 from ackpt.core.errors import TraceError, warn
 
 from .attributes import Change, plain
