@@ -171,8 +171,8 @@ def apply_budget(
     that replace ``forward`` on the instance or the class. The model keeps its class, its attributes and methods, and
     its state_dict. Evaluation and ``generate`` run without the plan, and so do copies of the model and models loaded
     from its pickle. Hooks of the model run in every step, outside the plan; those of its submodules run only during the
-    capture, and a hook that changes values is refused. `remove_budget` removes the budget, and a second budget replaces
-    the first.
+    capture. If such a hook changes values outside of tensors, the model is planned in parts. `remove_budget` removes
+    the budget, and a second budget replaces the first.
 
     After ``fully_shard`` on blocks and model (FSDP2), call it on all ranks: each block is planned inside FSDP's hooks,
     each rank for its own batch. All ranks raise an error if one of them has no plan within the budget.

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import raises
+from conftest import model_of, raises
 from small_models import build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -208,6 +208,18 @@ def test_items_that_a_forward_takes_are_refused_and_not_consumed(name):
     items = model.of
     raises(ackpt.TraceError, "takes items from attribute 'of'", lambda: ackpt.compile(model, X))
     assert model.of is items and stepped(model)[0] == stepped(own)[0]
+
+
+@pytest.mark.parametrize("kind", [iter, enumerate, lambda items: (each for each in items)])
+def test_an_iterator_as_argument_is_refused_and_not_consumed(kind):
+    model = model_of(
+        lambda self, batches: sum(self.a(item if torch.is_tensor(item) else item[1]).sum() for item in batches),
+        a=nn.Linear(X.shape[-1], 2),
+    )
+    items = kind([X, X])
+    raises(ackpt.TraceError, "whose items the capture would take", lambda: ackpt.trace(model, items))
+    step = ackpt.compile(model, [X, X], budget="1MiB")
+    assert step(items) == model(kind([X, X])) and next(items, None) is None
 
 
 def test_attributes_of_parameters_are_compared_at_every_call():

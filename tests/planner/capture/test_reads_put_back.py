@@ -177,6 +177,39 @@ def test_a_hook_that_counts_is_refused_and_runs_in_planned_regions_as_in_eager(h
         COUNT = 0
 
 
+class Counting:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, module, args, output):
+        self.count += 1
+        return output * self.count
+
+
+def counting_in_a_list():
+    counts = [0]
+
+    def hook(module, args, output):
+        counts[0] += 1
+        return output * counts[0]
+
+    return hook
+
+
+HOOKS = {"object": Counting, "method": lambda: Counting().__call__, "list": counting_in_a_list}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_the_state_of_a_submodules_hook_changes_as_in_eager(how):
+    model, own = (Model(lambda model, x: x) for _ in range(2))
+    own.load_state_dict(model.state_dict())
+    for each in (model, own):
+        each.linear.register_forward_hook(HOOKS[how]())
+    raises(TraceError, "changes .*count.* from 0 to 1", lambda: ackpt.trace(model, X))
+    step = ackpt.compile(model, X, budget="1MiB")
+    assert all(torch.equal(step(X), own(X)) for _ in range(3))
+
+
 def notes(model, x):
     """What a first call notes, as models of transformers do of their labels, and what that changes."""
     if CONFIG.scale == 2.0:

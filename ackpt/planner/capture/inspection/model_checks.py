@@ -236,7 +236,7 @@ def has_data(model: nn.Module, leaves) -> bool:
 
 
 def require_traceable(model: nn.Module, args, kwargs) -> None:
-    """Refuse what no capture follows: NumPy arrays, nested tensors, tensor subclasses, a device that is not there.
+    """Refuse what no capture follows: iterators, NumPy arrays, nested tensors, tensor subclasses, an absent device.
 
     Also refuse weights of the model itself that hooks of torch compute, because its hooks run outside the plan.
     """
@@ -246,6 +246,12 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
             "which a captured step would not run. Use torch.nn.utils.parametrizations, pass nn.Sequential(model)"
         )
     require_no_arrays(args, kwargs)
+    for name, leaf in named_leaves(args, kwargs):
+        if isinstance(leaf, Iterator):
+            raise not_repeated(
+                f"argument {name} is a {type(leaf).__name__}, whose items the capture would take, which a captured step "
+                "would not do again. Pass a list of them"
+            )
     arguments = [
         (f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)
     ]

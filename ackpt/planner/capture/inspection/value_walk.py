@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ackpt.checkpointing.reachable import (
+    HOOKS,
     LONGEST_CONTAINER,
     Namespace,
     attribute_of,
@@ -149,6 +150,8 @@ class Walk:
                     self.add(value, f"attribute {name!r} of {label}")
                     self._add_items(value, f"attribute {name!r} of {label}", 0)
                     self._guard(vars(module), name, f"attribute {name!r} of {label}")
+            for hook in (hook for hooks in HOOKS for hook in getattr(module, hooks).values()):
+                self.add(_owner(hook), f"a hook of {label}")
         for leaf in leaves:
             self.add(leaf, "an argument")
 
@@ -175,11 +178,11 @@ class Walk:
             self._attributes(value, label, depth, new)
 
     def enter_closure(self, frame: types.FrameType) -> None:
-        """Record the objects that code which starts to run in `frame` closes over, and guard iterators and queues."""
+        """Record what code that starts to run in `frame` closes over, and guard iterators and queues."""
         closed_over = {name: frame.f_locals.get(name) for name in frame.f_code.co_freevars}
         for name, value in closed_over.items():
             self.add(value, f"{name!r} of {said(frame.f_code)}")
-        if any(map(_advances, closed_over.values())):
+        if any(_advances(value) or next(_containers(value), None) is not None for value in closed_over.values()):
             self.close_over(functions_of([frame.f_code]))
             _ = frame.f_locals  # before Python 3.13, what was read last is written back after a trace function
 
