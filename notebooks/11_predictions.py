@@ -244,8 +244,8 @@ for row in ranks.causes():
     print(f"{row['cause']:36} allocated {row['allocated']:5.2f} GiB, reserved {row['reserved']:5.2f} GiB")
 
 # %% [markdown]
-# All these predictions include a pool of memory for each of FSDP2's streams, so that memory freed by one stream does not
-# serve another, and gradients that are live while the optimizer creates its state. On the command line:
+# All these predictions include a pool of memory for each of FSDP2's streams, so that memory freed by one stream does
+# not serve another, and gradients that are live while the optimizer creates its state. On the command line:
 #
 # ```bash
 # python -m experiments plan torchtitan-llama --batch-size 8 --seq-len 2048 --dtype bfloat16 --shard-dtype float32 \

@@ -136,9 +136,9 @@ print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in conf
 # ```{include} ../../results/tables/14_synthetic.md
 # ```
 #
-# One part of these peaks is easily missed: `loss` in `run_syntetic.py` refers to the result of `mse_loss` until the next
-# forward has ended. Its storage is as large as the input, 4,096 bytes per token, so *the loop's variables are part of the
-# peak*. The seconds include more than the step: a profiler records it and exports its records.
+# One part of these peaks is easily missed: `loss` in `run_syntetic.py` refers to the result of `mse_loss` until the
+# next forward has ended. Its storage is as large as the input, 4,096 bytes per token, so *the loop's variables are
+# part of the peak*. The seconds include more than the step: a profiler records it and exports its records.
 #
 # Our baseline needs about a third less per token, because the published block saves more fp32 copies:
 
