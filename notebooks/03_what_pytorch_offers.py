@@ -257,7 +257,7 @@ by_cut
 
 # %% [markdown]
 # For the model above, both save about the same bytes ({ref}`table below <tab-torch-tools>`): the minimum cut recomputes
-# neither matrix products nor, by default, what they read in backward, such as the outputs of norms and GELU.
+# neither matrix products nor, by default, the tensors that they read in backward, such as outputs of norms and GELU.
 #
 # The *memory budget*, `torch._functorch.config.activation_memory_budget`, is a number between 0, which saves only
 # inputs, and 1, which saves the minimum cut. In between, a knapsack picks tensors to recompute until the saved bytes

@@ -11,8 +11,8 @@
 # Live memory of one training step at 1,024 tokens, without and with checkpointed blocks: the peak falls to a quarter.
 # ```
 #
-# Both peaks follow from the sizes of the model, to the byte. The baseline's grows with every token in every layer, the
-# checkpointed one up to a certain length only as if the model had one layer.
+# Both peaks follow from the sizes of the model, to the byte. The baseline's peak grows with every token in every layer.
+# Up to a certain length, the checkpointed peak grows only as if the model had one layer.
 
 # %% tags=["hide-input"]
 from functools import partial

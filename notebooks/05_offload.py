@@ -11,9 +11,9 @@
 # Live memory and copies of one checkpointed step on a CPU: without offload, with sync and with async offload.
 # ```
 #
-# If regions offload their inputs, the peak no longer grows with the depth of the model. The copies cost no time if a
-# region computes longer than its input's copy takes, as in wide models or with long sequences. The model computes on
-# the *device*; offloaded activations are copied to the *store*: host memory, or a disk.
+# If regions offload their inputs, the peak no longer grows with the depth of the model. The copies add no time if a
+# region's compute takes longer than the copy of its input, as in wide models or with long sequences. The model computes
+# on the *device*; offloaded activations are copied to the *store*: host memory, or a disk.
 
 # %% tags=["hide-input"]
 import torch

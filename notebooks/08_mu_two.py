@@ -13,8 +13,9 @@
 # the host. The copies overlap with compute, so the swapped step is faster.
 # ```
 #
-# Swap what stays inactive long enough for its copies to overlap with compute, and recompute what frees many bytes per
-# second. A slow device or a wide model favors copies, a fast device and narrow layers favor recomputation.
+# Swap activations that stay inactive long enough for their copies to overlap with compute, and recompute those that
+# free many bytes per second of recomputation. A slow device or a wide model favors copies, a fast device and narrow
+# layers favor recomputation.
 #
 # {doc}`06_sublinear_memory` chose *which blocks* to recompute. mu-TWO (Purandare, Wasay, Idreos and Jain, [MLSys
 # 2023](https://mlsys.org/virtual/2023/poster/2467)) looks at every activation individually, and may also *swap* it:

@@ -200,8 +200,8 @@ path = write_text_atomic("results/tables/10_check.md", table)
 # ## A plan per block
 #
 # A plan must not recompute an operation while the parameters of its block are sharded: that would need a third gather.
-# So each block recomputes only in its own backward. Equal blocks behave alike, so `ackpt` captures only four of them.
-# To check that four blocks predict six, we capture all six:
+# So each block recomputes only in its own backward. Equal blocks have equal steps, so `ackpt` captures only four of
+# them. To check that four blocks predict six, we capture all six:
 
 # %%
 names = {"none": "baseline", "full": "per-block", "auto": "plan"}

@@ -237,15 +237,15 @@ for row in of_ranks:
 # ```{include} ../../results/tables/11_ranks.md
 # ```
 #
-# Such a prediction needs more than the model's name. The first row again, with one cause added at a time:
+# Such a prediction needs more than the model's name. We predict the first row again, with one cause added at a time:
 
 # %%
 for row in ranks.causes():
     print(f"{row['cause']:36} allocated {row['allocated']:5.2f} GiB, reserved {row['reserved']:5.2f} GiB")
 
 # %% [markdown]
-# All these rows have what every rank has: a pool of memory for each of FSDP2's streams, so that what one stream frees
-# does not serve another, and gradients that are live while the optimizer creates its state. On the command line:
+# All these predictions include a pool of memory for each of FSDP2's streams, so that memory freed by one stream does
+# not serve another, and gradients that are live while the optimizer creates its state. On the command line:
 #
 # ```bash
 # python -m experiments plan torchtitan-llama --batch-size 8 --seq-len 2048 --dtype bfloat16 --shard-dtype float32 \

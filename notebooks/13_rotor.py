@@ -14,11 +14,11 @@
 # ```
 #
 # A dynamic program (*rotor*) finds the best plan of a chain, an integer program that of a small graph. For other
-# graphs, `ackpt` searches, and a linear program bounds from below what any plan costs.
+# graphs, `ackpt` searches, and a linear program gives a lower bound on the cost of every plan.
 #
 # The *cost* $c_i$ of an operation is its FLOPs, plus ten FLOPs for each byte that it reads or writes, as a fraction of
-# the baseline's. A plan's cost is the sum over what it recomputes. Peaks and budgets $M$ are fractions of the baseline's
-# dynamic peak.
+# the baseline's. A plan's cost is the sum over the operations that it recomputes. Peaks and budgets $M$ are fractions
+# of the baseline's dynamic peak.
 
 # %% tags=["hide-input"]
 import warnings

@@ -92,8 +92,8 @@ print(f"{close} of {sum(map(len, every.values()))} errors are within 1 %; shown 
 # ## A Transformer on random input: exact peaks
 #
 # The first repository trains twelve blocks of width 1,024 to reproduce random input, as in {doc}`04_experiments`. It
-# does not name the GPU. Its peaks do: they contain two workspaces of cuBLAS of 32 MiB, as on a Hopper GPU. At the
-# longest sequence, with matrix products in bf16:
+# does not name the GPU, but its peaks show which: they contain two workspaces of cuBLAS of 32 MiB, as on a Hopper GPU.
+# At the longest sequence, with matrix products in bf16:
 
 # %%
 profiles = {}
@@ -136,9 +136,9 @@ print(f"largest error: {max(abs(row['predicted'] - row['bytes']) for row in conf
 # ```{include} ../../results/tables/14_synthetic.md
 # ```
 #
-# One of these bytes surprises: `loss` in `run_syntetic.py` refers to the result of `mse_loss` until the next forward has
-# ended. Its storage is as large as the input, 4,096 bytes per token, so *the loop's variables are part of the peak*. The
-# seconds are not those of a plain step: they include what a profiler records and exports.
+# One part of these peaks is easily missed: `loss` in `run_syntetic.py` refers to the result of `mse_loss` until the
+# next forward has ended. Its storage is as large as the input, 4,096 bytes per token, so *the loop's variables are
+# part of the peak*. The seconds include more than the step: a profiler records it and exports its records.
 #
 # Our baseline needs about a third less per token, because the published block saves more fp32 copies:
 

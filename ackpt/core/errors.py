@@ -64,11 +64,10 @@ class TraceError(ValueError):
 
 
 class BudgetError(ValueError, RuntimeError):
-    """No plan keeps the step within the budget; the message names the smallest budget that works.
+    """No plan keeps the step within the budget; the message names the smallest feasible budget if it is known.
 
-    Libraries that look for torch's text, such as ``accelerate.utils.find_executable_batch_size``, take it as out of
-    memory.
-
+    Libraries that look for torch's text, such as ``accelerate.utils.find_executable_batch_size``, treat it as
+    an out-of-memory error.
 
     ``least_bytes``: the smallest feasible budget of a whole step in bytes, including resident memory; None if a solver
     without a graph raised the error. ``budget``: the budget as the caller gave it; None for a solver's bytes.

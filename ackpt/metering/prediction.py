@@ -314,8 +314,8 @@ def predict(
             ``ackpt/metering/cuda_choices.py``).
         warmup: number of steps before the predicted one, so that gradients and optimizer state exist as in the measured
             step.
-        round_to: round every block up to multiples of so many bytes, instead of modeling the allocator of a GPU; on the
-            CPU by default 1.
+        round_to: round every block up to a multiple of this number of bytes, instead of modeling the allocator of a
+            GPU. On the CPU, the default is 1.
 
     What the step stores in variables of modules and classes, in containers and in caches of ``functools`` is removed
     from there at the end, so that no other step finds tensors without data.

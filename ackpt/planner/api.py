@@ -56,8 +56,8 @@ def compile(
 
     Args:
         model: an ``nn.Module``; its parameters and buffers are shared, not copied.
-        args, kwargs: example inputs. They are planned for at once, before anything runs. A later call with other
-            shapes, or in another mode with gradients enabled, replans under the same budget; a fraction is then
+        args, kwargs: example inputs. The step is planned for them at once, before anything runs. A later call with
+            other shapes, or in another mode with gradients enabled, replans under the same budget; a fraction is then
             relative to the baseline of that call.
         budget, policy: as in `ackpt.plan`; a budget is, for example, ``0.5``, ``"50%"`` or ``"6GiB"``. On a GPU, policy
             ``"auto"`` also offloads activations whose copies overlap with compute.
@@ -103,7 +103,7 @@ def compile(
             chunks, at least 2, with which the policy keeps the budget; with ``"auto"``, in chunks only if the policy
             cannot keep the budget without. Loss and gradients then differ from eager's by roundings of sums over
             tokens, as ``plan.note`` says, and reading the logits that the model returns raises an error. Each size is
-            captured by itself.
+            captured separately.
 
     Returns:
         A `PlannedStep`, whose ``plan`` is the `Plan`. It returns the model's outputs, with the same gradients. If no
@@ -193,8 +193,8 @@ def apply_budget(
         dynamic, cache, device_profile, regions, on_exceed, chunk_head: as in `ackpt.compile`.
         loss: the loss that the training loop computes, a function of the model's outputs and the batch; its bytes, of
             forward and backward, then count toward the budget. It runs once, on tensors without data, and may be
-            any function with the memory of yours. The model gets the part of `batch` that its forward takes. Each size
-            is captured by itself.
+            any function that allocates as many bytes as yours. The model gets the part of `batch` that its forward
+            takes. Each size is captured separately.
         inputs: refused; the inputs of the model are one batch.
 
     Returns:

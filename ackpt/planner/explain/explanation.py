@@ -94,7 +94,7 @@ def explain(
     """Return what a training step of `model` saves for backward, what is live at its peak, and how to reduce the peak.
 
     Args:
-        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. A budget that it has is ignored.
+        model: an ``nn.Module`` with real, fake or meta parameters; it is not changed. Its budget, if any, is ignored.
         batch: example inputs: a dict of keyword arguments, a tuple or list of positional ones, or one tensor.
         budget, policy: the plan to explain, as in `ackpt.plan`. The default policy is ``"none"`` without a budget and
             ``"auto"`` with one. On a CPU, the model's own step allocates 8 bytes more for each product of an activation

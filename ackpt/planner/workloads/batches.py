@@ -68,8 +68,9 @@ def batches(
         budget: bytes of the whole peak, such as ``"20GiB"``.
         recompute: whether steps are planned within the budget, as with ``ackpt.apply_budget(..., dynamic=True)``;
             batches are then larger, and each step recomputes more.
-        ranks, rank: batches are dealt to so many ranks; each has as many.
-        seed: of the order of steps.
+        ranks, rank: the number of ranks that share the batches, and the rank that this sampler is for. All ranks get
+            the same number of batches.
+        seed: the seed of the order of steps.
 
     Raises:
         BudgetError: if one sequence does not fit.

@@ -219,9 +219,9 @@ def fits(
         model: an ``nn.Module`` on the CPU or the meta device, or from `ackpt.from_shapes`. With `device`, its data are
             not read.
         lengths: the length of every sequence of the data set: a list, an array, a tensor, or any other iterable.
-        batch_size: so many sequences make a batch, padded to its longest.
-        tokens_per_batch: sequences make a batch as long as it has at most so many tokens, padding included.
-        packed: sequences are concatenated to rows of at most so many tokens; a row is a batch of one sequence.
+        batch_size: the number of sequences in a batch, which is padded to the longest.
+        tokens_per_batch: the largest number of tokens in a batch, padding included.
+        packed: the largest number of tokens in a row of concatenated sequences; a row is a batch of one sequence.
         batch: a function of the number of sequences and their length that returns the arguments of the model, as for
             `ackpt.apply_budget`. By default those of a model of transformers that returns its loss.
         device: the name of a GPU, such as ``"l4"``: a batch fits if the allocator's reserved bytes and the CUDA context
@@ -231,7 +231,7 @@ def fits(
             recompute activations or pack dropout masks. Without `device`, a batch fits if its peak is within
             the budget.
         optimizer, accumulation: as in `ackpt.compile`.
-        seed: of the shuffled order.
+        seed: the seed of the shuffled order.
 
     Raises:
         ValueError: for lengths that are no positive integers or exceed the model's positions, for none or several of
