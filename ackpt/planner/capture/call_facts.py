@@ -276,7 +276,7 @@ def _structure(modules: Collection[nn.Module]) -> Structure:
     indices = {id(module): index for index, module in enumerate(modules)}
     model = next(iter(modules))
     return tuple(
-        (path, indices[id(each)], type(each), *map(_names, (each._parameters, each._buffers, each._modules)))
+        (path, indices[id(each)], type(each), _names(each._parameters), _names(each._buffers), _names(each._modules))
         for path, each in model.named_modules(remove_duplicate=False)
     )
 
@@ -289,7 +289,7 @@ def _changed_module(was: Structure, now: Structure) -> tuple[str, str] | None:
     """What differs first between two structures, in words, and its name."""
     if was == now:
         return None
-    before, after = ({path: facts for path, _, *facts, _ in each} for each in (was, now))
+    before, after = ({path: (kind, *names) for path, _, kind, *names, _ in each} for each in (was, now))
     for path in {**after, **before}:
         label = module_label(path)
         if path not in before or path not in after:

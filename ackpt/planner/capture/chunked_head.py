@@ -341,7 +341,7 @@ class _Writer:
             if node_id not in self.made:
                 scale = self._copied(head.tangent)  # pyright: ignore[reportArgumentType]
                 self.made[node_id] = self._add(ours.mul.default, (self.totals[node_id], scale), node_id)
-        if node_id in head.counts:
+        if node_id in head.counts and node_id not in self.made:
             self._count(node_id)
         if node_id not in self.made:
             old = self.fx[node_id]
@@ -357,8 +357,6 @@ class _Writer:
 
     def _count(self, node_id: int) -> None:
         """The divisor of a mean of ``nll_loss``: the sum of the weights of the targets that count."""
-        if node_id in self.made:
-            return
         arguments = arguments_of(self.head.counts[node_id])
         target, weight = self._value(arguments["target"]), arguments["weight"]
         total = self._add(aten.ne.Scalar, (target, arguments["ignore_index"]), node_id)

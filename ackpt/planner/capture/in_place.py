@@ -172,12 +172,10 @@ _EXACT = {
 torch.library.define("ackpt_graph::with_strides", "(Tensor x, SymInt[] strides) -> Tensor")
 
 
-@torch.library.register_fake("ackpt_graph::with_strides")
-def _strided(x, strides):
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
-
-
-torch.library.impl("ackpt_graph::with_strides", "CompositeExplicitAutograd")(lambda x, to: _strided(x, to).copy_(x))
+torch.library.register_fake("ackpt_graph::with_strides")(lambda x, to: x.new_empty_strided(x.shape, to))
+torch.library.impl("ackpt_graph::with_strides", "CompositeExplicitAutograd")(
+    lambda x, to: x.new_empty_strided(x.shape, to).copy_(x)
+)
 
 
 def _with_eager_strides(dispatch, mode, func, types, args, kwargs):

@@ -161,15 +161,10 @@ def _is_cache(value) -> bool:
     if type(value).__module__ != "transformers.cache_utils":
         return False
     parts = [getattr(value, name, None) for name in _PARTS if hasattr(value, name)] or [value]
-    return all(_holds_keys_and_values(part) for part in parts)
-
-
-def _holds_keys_and_values(cache) -> bool:
-    layers = getattr(cache, "layers", None)
-    return isinstance(layers, list) and all(
+    return all(isinstance(getattr(part, "layers", None), list) for part in parts) and all(
         {name for name, held in vars(layer).items() if isinstance(held, torch.Tensor)} <= {"keys", "values"}
         and hasattr(layer, "keys")
-        for layer in layers
+        for layer in _layers(value)
     )
 
 

@@ -267,18 +267,13 @@ def test_fractions_are_relative_to_the_step_of_the_model(name):
         ackpt.compile(model, x, policy="none", budget=1.0)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
-
+@pytest.mark.parametrize("way", ["compile", "backend"])
+def test_a_model_that_checkpoints_itself_is_warned_what_a_fraction_is_relative_to(way):
     def forward(self, x):
         return checkpoint(self.layers, checkpoint(self.layers, x, use_reentrant=False), use_reentrant=False).sum()
 
-
-@pytest.mark.parametrize("way", ["compile", "backend"])
-def test_a_model_that_checkpoints_itself_is_warned_what_a_fraction_is_relative_to(way):
-    model, x = Checkpointed(), torch.randn(64, 32)
+    layers = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 32))
+    model, x = model_of(forward, layers=layers), torch.randn(64, 32)
     with pytest.warns(UserWarning, match="peak without torch's checkpointing"):
         if way == "compile":
             ackpt.compile(model, x, budget=0.9)

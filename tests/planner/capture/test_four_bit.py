@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import assert_equal, left_by, measured_step
 from torch import nn
 
 import ackpt
@@ -40,18 +41,6 @@ def quantized(**options) -> Any:
     return Model(**options).to("cpu")
 
 
-def trained(model, x, autocast=None):
-    model.zero_grad()
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        loss = model(x)
-    loss.backward()
-    return loss.detach(), *(each.grad.clone() for each in model.parameters() if each.requires_grad)
-
-
-def same(one, other):
-    return all(map(torch.equal, trained(*one), trained(*other)))
-
-
 OPTIONS = {
     "nf4, nested": {"quant_type": "nf4"},
     "fp4": {"quant_type": "fp4", "compress_statistics": False},
@@ -61,28 +50,23 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
 def test_a_planned_step_is_bit_equal_and_takes_the_planned_bytes(options, autocast):
     model, x = quantized(**options), torch.randn(32, 64)
     eager = copy.deepcopy(model)
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         step = ackpt.apply_budget(model, x, budget=0.9)
-    assert same((model, x, autocast), (eager, x, autocast))
-    measured = ackpt.measure(lambda: trained(model, x, autocast), resident=(model, x))
-    kept = sum(each.numel() * each.itemsize for each in model.parameters() if each.requires_grad)
-    assert measured.dynamic_peak_bytes - kept <= step.plan.dynamic_peak_bytes  # `trained` copies the gradients
+    expected = left_by(eager, eager, x, autocast=autocast)
+    assert_equal(left_by(model, model, x, autocast=autocast), expected, "step")
+    measured = measured_step(model, model, x, autocast=autocast)
+    assert measured.dynamic_peak_bytes <= step.plan.dynamic_peak_bytes
     assert measured.resident_bytes == step.plan.resident_bytes
 
 
 def test_measured_is_planned_to_the_byte():
     model, x = quantized(quant_type="nf4"), torch.randn(32, 64)
     step = ackpt.apply_budget(model, x, budget=0.8)
-
-    def train():
-        model.zero_grad()
-        model(x).backward()
-
-    measured = ackpt.measure(train, resident=(model, x))
+    measured = measured_step(model, model, x)
     assert (measured.peak_bytes, measured.resident_bytes) == (step.plan.peak_bytes, step.plan.resident_bytes)
     state = model.blocks[0][0].base.weight.quant_state
     assert state.nested and state.absmax.dtype is torch.uint8
@@ -98,7 +82,7 @@ def test_weights_that_merging_replaces_are_read_in_the_next_call():
         for each in (model, eager):
             layer = each.blocks[0][0].base
             layer.weight = bnb.nn.Params4bit(weight, module=layer, **options).to("cpu")
-        assert same((model, x), (eager, x))
+        assert_equal(left_by(model, model, x), left_by(eager, eager, x), "step")
         assert (step.plan is plan) == (kind == "nf4")
 
 
@@ -110,7 +94,8 @@ def test_shapes_alone_are_planned_and_predicted_as_the_model_is():
     measured = ackpt.measure(lambda: model(x).backward(), resident=(model, x))
     assert predicted.unknown_workspace == ()
     assert (predicted.peak_bytes, predicted.resident_bytes) == (measured.peak_bytes, measured.resident_bytes)
-    trained(quantized(quant_type="nf4"), x)  # the library's tables have data
+    loaded = quantized(quant_type="nf4")
+    left_by(loaded, loaded, x)  # the library's tables have data
 
 
 def test_a_trained_weight_is_refused():

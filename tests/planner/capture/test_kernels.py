@@ -293,17 +293,13 @@ def test_a_view_as_one_image():
 
 
 def test_a_step_with_one_image_of_such_strides():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm, self.conv = nn.Linear(32, 32), nn.GroupNorm(4, 32), nn.Conv2d(32, 8, 3, padding=1)
-
-        def forward(self, tokens):
-            image = self.linear(tokens).transpose(1, 2).reshape(1, 32, 8, 8)
-            return self.conv(self.norm(image / 1.0 + 0.5).relu()).square().mean()
+    def forward(self, tokens):
+        image = self.linear(tokens).transpose(1, 2).reshape(1, 32, 8, 8)
+        return self.conv(self.norm(image / 1.0 + 0.5).relu()).square().mean()
 
     torch.manual_seed(0)
-    model, tokens = Model(), torch.randn(1, 64, 32)
+    layers = {"linear": nn.Linear(32, 32), "norm": nn.GroupNorm(4, 32), "conv": nn.Conv2d(32, 8, 3, padding=1)}
+    model, tokens = model_of(forward, **layers), torch.randn(1, 64, 32)
     assert_as_eager(model, ackpt.compile(model, tokens, policy="none"), tokens)
 
 

@@ -33,19 +33,13 @@ DRAWS = {
 }
 
 
-class Draws(nn.Module):
-    def __init__(self, draw):
-        super().__init__()
-        self.weight, self.draw = nn.Parameter(torch.randn(2, 3, 4)), draw
-
-    def forward(self):
-        return self.draw(F.leaky_relu(self.weight).movedim(0, -1)) + self.weight.sum()
-
-
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("draw", DRAWS)
 def test_draws_are_those_of_eager(draw, policy):
-    model = Draws(DRAWS[draw])
+    model = model_of(
+        lambda self: DRAWS[draw](F.leaky_relu(self.weight).movedim(0, -1)) + self.weight.sum(),
+        weight=nn.Parameter(torch.randn(2, 3, 4)),
+    )
     step = ackpt.compile(model, policy=policy, differentiate="all")
     assert_as_eager(model, step, loss=lambda output: output.square().sum())
 
@@ -177,18 +171,14 @@ MIXED = {
 }
 
 
-class Model(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.value, self.function = nn.Linear(4, 5), nn.Parameter(torch.tensor(0.3)), function
-
-    def forward(self, x):
-        return self.function(self.layer(x), self.value)
+def with_value(function):
+    value = nn.Parameter(torch.tensor(0.3))
+    return model_of(lambda self, x: function(self.layer(x), self.value), layer=nn.Linear(4, 5), value=value)
 
 
 def _check(function, policy, dtype=torch.float32):
     torch.manual_seed(0)
-    model, x = Model(function).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
+    model, x = with_value(function).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
     assert_as_eager(model, ackpt.compile(model, x, policy=policy, regions=False), x)
 
 
@@ -212,7 +202,7 @@ class _Mode(TorchDispatchMode):
 def test_formulas_are_bit_equal_while_measuring(name):
     """A dispatch mode excludes autograd from the operations that run below it."""
     dtype = torch.bfloat16 if name in MIXED else torch.float32
-    model, x = Model({**FORMULAS, **MIXED}[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
+    model, x = with_value({**FORMULAS, **MIXED}[name]).to(dtype), torch.randn(8, 6, 4, dtype=dtype)
     step = ackpt.compile(model, x, policy="none", regions=False)
 
     own = left_by(model, model, x)
@@ -250,7 +240,7 @@ def test_the_baseline_counts_no_more_than_eager_allocates_for_a_gradient():
     def forward(h, w):
         return torch.maximum(h.transpose(0, 1), h.sin().transpose(0, 1)).sum() * w
 
-    model, x = Model(forward), torch.randn(32, 16, 4)
+    model, x = with_value(forward), torch.randn(32, 16, 4)
     eager = ackpt.measure(lambda: model(x).backward(), resident=[model, x])
     plan = ackpt.compile(model, x, policy="none", regions=False).plan
     assert plan.baseline_dynamic_peak_bytes <= eager.dynamic_peak_bytes
@@ -279,14 +269,9 @@ PRODUCTS = {
 }
 
 
-class Product(nn.Module):
-    def __init__(self, inputs, product, frozen):
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 24).requires_grad_(not frozen)
-        self.inputs, self.product = inputs, product
-
-    def forward(self, x):
-        return self.product(self.second, self.inputs(self.first(x)))
+def multiplies(inputs, product, frozen):
+    second = nn.Linear(16, 24).requires_grad_(not frozen)
+    return model_of(lambda self, x: product(self.second, inputs(self.first(x))), first=nn.Linear(16, 16), second=second)
 
 
 def kernels(step, x) -> list[str]:
@@ -299,7 +284,7 @@ def kernels(step, x) -> list[str]:
 @pytest.mark.parametrize(("product", "frozen"), [("linear", False), *((product, True) for product in PRODUCTS)])
 def test_a_capture_runs_the_kernels_of_eager(product, frozen, one_thread):
     for name, inputs in INPUTS.items():
-        model, x = Product(inputs, PRODUCTS[product], frozen), torch.randn(2, 6, 16)
+        model, x = multiplies(inputs, PRODUCTS[product], frozen), torch.randn(2, 6, 16)
         step = ackpt.compile(model, x, policy="none")
         assert kernels(model, x) == kernels(step, x), name
         assert_as_eager(model, step, x)
@@ -307,7 +292,7 @@ def test_a_capture_runs_the_kernels_of_eager(product, frozen, one_thread):
 
 @pytest.mark.parametrize("counted", ["forward", "backward", "both"])
 def test_a_region_recomputes_under_a_mode_that_its_forward_did_not_have(counted):
-    model, x = Product(INPUTS["selected"], PRODUCTS["linear"], frozen=True), torch.randn(2, 6, 16)
+    model, x = multiplies(INPUTS["selected"], PRODUCTS["linear"], frozen=True), torch.randn(2, 6, 16)
     model(x).square().mean().backward()
     expected = [p.grad for p in model.first.parameters()]
     for _ in range(5):  # the first are recorded, the later ones compared by their graphs

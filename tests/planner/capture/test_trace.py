@@ -158,38 +158,22 @@ def test_bad_input_is_refused_in_one_error(model, args, error, message, caplog):
     assert not torch.compiler.is_compiling()
 
 
-class Names(nn.Module):
-    """Submodules with names that the capture might use itself."""
-
-    def __init__(self):
-        super().__init__()
-        for name in ("call", "own", "reads", "ties", "returned"):
-            setattr(self, name, nn.Linear(4, 4))
-
-    def forward(self, x):
-        return self.returned(self.ties(self.reads(self.own(self.call(x))))).sum()
-
-
 def test_submodules_may_have_any_name():
-    assert len(trace(Names(), torch.ones(2, 4)).gradients) == 10
+    layers = {name: nn.Linear(4, 4) for name in ("call", "own", "reads", "ties", "returned")}  # the capture's own names
+    model = model_of(lambda self, x: self.returned(self.ties(self.reads(self.own(self.call(x))))).sum(), **layers)
+    assert len(trace(model, torch.ones(2, 4)).gradients) == 10
 
 
 # Gradients that autograd would copy when it keeps them: the graph copies them, and the plan counts them.
 
 
-class Leaves(nn.Module):
-    """Parameters of which two have strides of their own, and a forward that is given as a function."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.weight, self.other = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-        self.tied, self.bias = self.weight, nn.Parameter(torch.randn(4))
-        self.turned = nn.Parameter(torch.randn(4, 2, 3).permute(2, 0, 1))  # (3, 4, 2)
-        self.gaps = nn.Parameter(torch.randn(4, 8)[:, ::2])
-        self.call = forward
-
-    def forward(self, x):
-        return self.call(self, x)
+def with_leaves(forward):
+    """Parameters of which two have strides of their own, and two are one."""
+    values = {"weight": torch.randn(4, 4), "other": torch.randn(4, 4), "bias": torch.randn(4)}
+    values |= {"turned": torch.randn(4, 2, 3).permute(2, 0, 1), "gaps": torch.randn(4, 8)[:, ::2]}  # turned: (3, 4, 2)
+    model = model_of(forward, **{name: nn.Parameter(value) for name, value in values.items()})
+    model.tied = model.weight
+    return model
 
 
 # name -> (forward, how many gradients are copied)
@@ -228,7 +212,7 @@ def backward(step, leaves, x):
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_made_by_autograd_are_in_the_graph_and_in_the_peak(name):
     forward, expected = COPIES[name]
-    model, x = Leaves(forward), torch.randn(3, 4, requires_grad=True)
+    model, x = with_leaves(forward), torch.randn(3, 4, requires_grad=True)
     graphs = []
 
     def planner(graph):
