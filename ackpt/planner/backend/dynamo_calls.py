@@ -1,13 +1,10 @@
 """Check the options of the backend, and make every call of a compiled model run as planned, or raise an error.
 
-With the compiler ``"eager"``, the model is not given to Dynamo at all: see `without_dynamo`. All but `checked` is for
-the compiler ``"inductor"``.
-
+All but `checked` is for the compiler ``"inductor"``; otherwise, the model is not given to Dynamo, see `without_dynamo`.
 Dynamo prefers running a model without its backend to failing: after ``config.recompile_limit`` compilations, at a frame
-that it skips, and after an error under ``config.suppress_errors``. The budget would then be ignored silently. For this
-backend only, models therefore compile as with ``fullgraph=True``, which turns these cases into errors; frames without
-gradients, as in evaluation, need no plan and do not count as compilations; and every call must run a graph of this
-backend, and at most one planned graph.
+that it skips, and after an error under ``config.suppress_errors``. For this backend only, models therefore compile as
+with ``fullgraph=True``; frames without gradients need no plan and do not count as compilations; and every call must run
+a graph of this backend, and at most one planned graph.
 
 The only patch is to ``torch._dynamo.optimize``, through which ``torch.compile`` enters Dynamo (2.11 to 2.15). After
 Dynamo gives up (``FrameAction.RUN_ONLY`` in ``torch/_dynamo/convert_frame.py``), it never calls the backend, which

@@ -1,8 +1,7 @@
 """Measure the rates of this machine's CPU, once, and store them in a file.
 
 Data sheets of CPUs do not say how fast torch's kernels run: an operation that draws random numbers takes as long as
-tens of additions of the same size. So each kind of operation runs once on example arguments. `this_cpu` returns the
-rates as a `Device`, measured at its first use and read from the user's cache folder afterwards.
+tens of additions of the same size. So each kind of operation runs once on example arguments.
 """
 
 from __future__ import annotations

@@ -41,10 +41,9 @@ def workspace_bytes(graph: JointGraph) -> tuple[int, ...]:
     """The workspace of every node in bytes: what it allocates and frees internally, beyond its results.
 
     Exact to the byte for what torch's CPU allocator hands out in the operation's own thread, with 0.5, True and 0 as
-    values; memory that a library (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. Some
-    kernels allocate a buffer for each of ``torch.get_num_threads()`` threads. A collective counts as 0, and so does an
-    operation whose kernel is the user's Python code, which planning does not run. Results that take more than in the
-    graph, as those of ``EmbeddingBag``, count at every node. Needs the memory of the largest operation. Raises
+    values; memory that a library (oneDNN, MKL) allocates elsewhere is not included, nor in ``ackpt.measure``. A
+    collective counts as 0, and so does an operation whose kernel is the user's Python code. Results that take more than
+    in the graph, as those of ``EmbeddingBag``, count at every node. Needs the memory of the largest operation. Raises
     MeterError if the graph is not on the CPU, or an operation cannot run with made-up arguments.
     """
     allocations, _ = _measured(graph, torch.get_num_threads())

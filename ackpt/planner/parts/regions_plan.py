@@ -1,8 +1,8 @@
 """`RegionsPlan`: which blocks of a model are saved and which are checkpointed; `Record`: what it is made from.
 
-The first step checkpoints all blocks. A saved block would hold its activations from the end of its forward until its
-backward begins, where the region recomputes them. So the peak of a choice is the largest of the peaks between such
-events, without what only regions do, each increased by the bytes that the saved blocks hold at that time.
+A saved block would hold its activations from the end of its forward until its backward begins, where the region
+recomputes them. So the peak of a choice is the largest of the peaks between such events in the first step, without what
+only regions do, each increased by the bytes that the saved blocks hold at that time.
 """
 
 from __future__ import annotations
