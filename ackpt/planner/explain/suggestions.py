@@ -82,8 +82,9 @@ def suggestions(
         reasons.append(f"chunk the head: {error}")
         chunks = None
     with_optimizer = "" if optimizer is None else "optimizer=optimizer, "
+    head, costs = chunks or (graph, profile)
     for policy in ("none", "full") if chunks is not None else ():
-        chunked = plan_by_policy(chunks[0], Request(policy=policy), chunks[1], (graph, profile))
+        chunked = plan_by_policy(head, Request(policy=policy), costs, (graph, profile))
         title = "chunk the head" if policy == "none" else f"checkpoint {_recomputed_blocks(chunked)} and chunk the head"
         if policy == "none" or chunked.peak_bytes < min(suggestion.peak_bytes for suggestion in made):
             budget = f'budget="{readable(chunked.peak_bytes)}"'

@@ -429,7 +429,7 @@ def _step_of_function(request: StepRequest) -> TrainingStep:
         inspect.signature(function).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"{request.model} is called with {', '.join(arguments)} by name, but {error}") from error
-    made = function(**arguments)
+    made: Any = function(**arguments)
     is_pair = isinstance(made, tuple) and len(made) == 2
     if not (is_pair and isinstance(made[0], nn.Module) and isinstance(made[1], dict)):
         raise ValueError(
