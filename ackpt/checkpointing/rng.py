@@ -225,8 +225,6 @@ def stream_of(obj):
 
 def seeds() -> tuple[int, ...]:
     """The seeds of torch's default generators of all initialized devices."""
-    if not (_DEVICE_MODULES or _MPS):
-        return (torch.default_generator.initial_seed(),)
     return tuple([each.generator.initial_seed() for each in (_TORCH_CPU, *_device_streams())])
 
 

@@ -184,7 +184,8 @@ def _choose(model, check_fn) -> dict[str, nn.Module]:
         names = [check_fn] if isinstance(check_fn, str) else list(check_fn)
         missing = [name for name in names if name not in modules]
         if missing:
-            raise ValueError(f"the model has no module named {missing[0]!r}; names look like {_examples(modules)}")
+            names = ", ".join(map(repr, [*modules][1:4])) or "'' (the model itself)"
+            raise ValueError(f"the model has no module named {missing[0]!r}; names look like {names}")
         chosen = {name: module for name, module in modules.items() if name in names}
         hint = "the list of names is empty"
     elif callable(check_fn):
@@ -202,10 +203,6 @@ def _choose(model, check_fn) -> dict[str, nn.Module]:
 
 def _is_collection_of(obj, kind) -> bool:
     return isinstance(obj, (list, tuple, set, frozenset)) and all(isinstance(item, kind) for item in obj)
-
-
-def _examples(modules) -> str:
-    return ", ".join(repr(name) for name in list(modules)[1:4]) or "'' (the model itself)"
 
 
 def repeated_blocks(model) -> dict[str, nn.Module]:

@@ -44,7 +44,8 @@ class _Line:
         width = 0
         while True:
             minutes, seconds = divmod(int(time.time() - self.start), 60)
-            text = f"{self._text()} [{minutes:02}:{seconds:02}]"[: shutil.get_terminal_size().columns - 1]
+            text = f"ackpt: {self.about}{self.stage} [{minutes:02}:{seconds:02}]"
+            text = text[: shutil.get_terminal_size().columns - 1]
             self._put(text.ljust(width))
             width = len(text)
             if self._is_done.wait(_INTERVAL_SECONDS):
@@ -54,9 +55,6 @@ class _Line:
     def _put(self, text: str) -> None:
         self.stream.write(f"\r{text}")
         self.stream.flush()
-
-    def _text(self) -> str:
-        return f"ackpt: {self.about}{self.stage}"
 
 
 class _Current(threading.local):
