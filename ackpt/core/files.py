@@ -137,6 +137,10 @@ def read_json(path, kind: str, error_type: type[Exception]):
     """The data in a file that `save` of a ``"plan"`` or ``"profile"`` wrote; `error_type` if it is no JSON."""
     try:
         return json.loads(Path(path).read_text())
+    except (IsADirectoryError, PermissionError) as error:
+        raise error_type(
+            f"{path} cannot be read: {error.strerror}; give the file that {kind.capitalize()}.save wrote"
+        ) from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise error_type(
             f"{path} is not a {kind}: {error}. It may be truncated; {kind} again and save it with "

@@ -365,6 +365,8 @@ def _bytes_of(function, outputs, values, batch, on_cpu: bool) -> tuple[int, int]
         def step():
             with autocast:  # for the loss alone: `predict` refuses it around its own tensors
                 loss = function(returned, batch)
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(f"it returned {loss!r:.40} instead of a tensor")
             held[:] = [loss.untyped_storage().nbytes()]
             loss.backward()
 

@@ -217,7 +217,7 @@ def test_an_iterator_as_argument_is_refused_and_not_consumed(kind):
         a=nn.Linear(X.shape[-1], 2),
     )
     items = kind([X, X])
-    raises(ackpt.TraceError, "whose items the capture would take", lambda: ackpt.trace(model, items))
+    raises(ackpt.TraceError, "whose items a capture would take", lambda: ackpt.trace(model, items))
     step = ackpt.compile(model, [X, X], budget="1MiB")
     assert step(items) == model(kind([X, X])) and next(items, None) is None
 

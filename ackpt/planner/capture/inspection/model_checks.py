@@ -163,6 +163,13 @@ def check_model(model, except_opaque: bool = False) -> None:
     """Refuse a model that is not a module or cannot be captured; `except_opaque`: submodules may be compiled."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    defines = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    if "forward" not in vars(model) and (defines is nn.Module or defines.__name__ == "LightningModule"):
+        children = ", ".join(f"model.{name}" for name, _ in model.named_children())
+        raise TypeError(
+            f"{type(model).__name__} has no forward of its own, which a plan is of. Give the module that the training "
+            f"step calls{f', such as {children}' if children else ''}."
+        )
     require_call_of_forward(model, "the model")
     for name, module in model.named_modules():
         if name and except_opaque and is_opaque(model, name):
@@ -249,7 +256,7 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
     for name, leaf in named_leaves(args, kwargs):
         if isinstance(leaf, Iterator):
             raise not_repeated(
-                f"argument {name} is a {type(leaf).__name__}, whose items the capture would take, which a captured step "
+                f"argument {name} is a {type(leaf).__name__}, whose items a capture would take, which a captured step "
                 "would not do again. Pass a list of them"
             )
     arguments = [
