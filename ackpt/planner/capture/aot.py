@@ -26,6 +26,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.node import map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ackpt.checkpointing.recorder import Recorder
 from ackpt.checkpointing.standing_in import call_own
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import TraceError, warn
@@ -348,6 +349,11 @@ def capture(model, args, kwargs, differentiate="loss", outputs="keep", dynamic: 
     `dynamic`: the dimensions whose sizes become symbols. The caller holds `CAPTURING`.
     """
     check_choices(differentiate, outputs)
+    if any(isinstance(mode, Recorder) for mode in torch.overrides._get_current_function_mode_stack()):
+        raise TraceError(
+            f"{type(model).__name__} is to be captured inside a region of ackpt.checkpoint, which cannot record a "
+            "capture. Leave out the region: the plan alone decides what is recomputed."
+        )
     stage("capturing the step")
     leaves, arguments = tree_flatten((args, kwargs))
     if not any(tensor.requires_grad for tensor in (*model.parameters(), *filter(is_tensor, leaves))):
