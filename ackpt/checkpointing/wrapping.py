@@ -20,7 +20,7 @@ from ackpt.offloading.saved_tensors import Offload, resolve
 
 from .reachable import TRAVELING, graph_of
 from .reentrant import _modules_run, checkpoint
-from .standing_in import StandIn, as_it_is, require_call_of_forward
+from .standing_in import StandIn, as_it_is, in_place_of, require_call_of_forward
 from .tree import strip_result
 
 
@@ -78,10 +78,11 @@ def apply_activation_checkpointing(
     """
     _require_module(model)
     for name, module in model.named_modules():
-        if "_ackpt_variants" in vars(module):
+        if "_ackpt_variants" in vars(module) or in_place_of(module) is not None:
             raise TypeError(
-                f"{f'module {name!r}' if name else 'the model'} is a step planned by ackpt.compile, whose plan says "
-                "what is recomputed: use either that or activation checkpointing, not both"
+                f"{f'module {name!r}' if name else 'the model'} is a step planned by ackpt.compile or "
+                "ackpt.apply_budget, whose plan says what is recomputed: use either that or activation checkpointing, "
+                "not both (ackpt.remove_budget undoes a budget)"
             )
     resolve(offload)
     chosen = _choose(model, check_fn)

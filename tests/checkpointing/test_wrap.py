@@ -202,7 +202,13 @@ def test_an_error_leaves_the_model_unchanged(make, check_fn, error, message):
 
 def test_a_step_that_is_planned_is_refused_at_once():
     planned = ackpt.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), batch(), policy="full")
-    for model, name in [(planned, "the model"), (nn.Sequential(nn.Linear(4, 4), planned), "module '1'")]:
+    in_place = nn.Linear(4, 4)
+    ackpt.apply_budget(in_place, batch(), budget="1MiB", loss=lambda outputs, batch: outputs.sum())
+    for model, name in [
+        (planned, "the model"),
+        (nn.Sequential(nn.Linear(4, 4), planned), "module '1'"),
+        (in_place, "the model"),
+    ]:
         with pytest.raises(TypeError, match=f"{name} is a step planned by ackpt.compile.*either that or activation"):
             apply(model)
     planned(batch()).sum().backward()
