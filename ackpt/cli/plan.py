@@ -419,7 +419,7 @@ def lengths_in(path: Path) -> tuple[list[int], Callable[[int], str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors may write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--lengths {path} cannot be read: {error}") from error
+        raise ValueError(f"--lengths {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if text.lstrip()[:1] == "[":
         try:
             numbers = json.loads(text)

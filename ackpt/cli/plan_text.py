@@ -365,12 +365,12 @@ class Sweep:
     @classmethod
     def parsed(cls, text: str) -> Sweep:
         """``seq_len=1024:16384`` doubles to 16384, ``batch_size=1:`` while the step fits; ``4,8`` is a list."""
-        option, equals, values = text.partition("=")
+        option, _, values = text.partition("=")
         option = option.replace("-", "_")
-        if option not in (*SIZES, DEVICE) or not (equals and values):
+        if option not in (*SIZES, DEVICE):
             options = f"{', '.join(SIZES)} or {DEVICE}"
             raise UsageError(f"--sweep {text}: write {options}, =, and values{did_you_mean(option, (*SIZES, DEVICE))}")
-        if option == DEVICE:
+        if option == DEVICE and values:
             return cls(option, tuple(values.split(",")))
         ends = values.split(":")
         if len(ends) == 2 and not ends[1] and ends[0].isdecimal() and int(ends[0]):
@@ -380,7 +380,10 @@ class Sweep:
         except ValueError:
             numbers = []
         if not numbers or min(numbers) < 1 or len(ends) == 2 and numbers[0] > numbers[1]:
-            raise UsageError(f"--sweep {text}: write a range as in {option}=1:64, or numbers as in {option}=4,8,12")
+            advice = f"a range as in {option}=1:64, small to large, or numbers as in {option}=4,8,12"
+            raise UsageError(
+                f"--sweep {text}: write {advice if option != DEVICE else f'devices as in {DEVICE}=l4,h100'}"
+            )
         if len(ends) < 2:
             return cls(option, tuple(numbers))
         first, last = numbers

@@ -134,8 +134,9 @@ def _run(node, target, call, runs: int = 2) -> tuple[Allocations, Any]:
             node,
             " on arguments of its shapes and dtypes",
             error,
-            "If the model itself fails in the same way, correct the model or its arguments. Otherwise give ackpt.plan "
-            "a profile without workspaces, from ackpt.profile(graph).",
+            "Call the model on these arguments without a plan: if it fails in the same way, correct the arguments. "
+            "Otherwise plan with regions=True, or give ackpt.plan a profile without workspaces, from "
+            "ackpt.profile(graph).",
         ) from error
 
 
