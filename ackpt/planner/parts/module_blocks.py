@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,6 +142,9 @@ class Undo:
         reachable = ReachableState(forward, strip_arguments((*args, *kwargs.values()), Tensors())[0])
         self._state = UndoableState(reachable)
         self._streams = snapshot(reachable.streams)
+        if not torch._C._are_functorch_transforms_active():  # whose tensors hide their bytes
+            # As bytes: while the block runs, torch has allocated what its region needs, and no more.
+            self._streams = [(at, bytearray(s.numpy()) if torch.is_tensor(s) else s) for at, s in self._streams]
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._save([args, kwargs], 0, set())
@@ -163,7 +167,9 @@ class Undo:
 
     def undo(self) -> bool:
         """Restore everything; False if a large argument was changed, of which there is no copy."""
-        for stream, state in drawn_from(self._streams):
+        tensor = partial(torch.frombuffer, dtype=torch.uint8)
+        states = [(each, tensor(state) if isinstance(state, bytearray) else state) for each, state in self._streams]
+        for stream, state in drawn_from(states):
             stream.set(state)
         self._state.undo()
         for container, items in self._contents:
