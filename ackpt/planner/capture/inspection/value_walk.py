@@ -78,12 +78,13 @@ class Value:
 
     __slots__ = ("namespace", "name", "label", "was", "content", "copies", "original", "owner")
 
-    def __init__(self, namespace, name: str, label: str, value, owner=None):
+    def __init__(self, namespace, name: str, label: str, value, owner=None, may_grow=False):
         self.namespace, self.name, self.label, self.owner = namespace, name, label, owner
         self.content = _content(value)
         self.was = value if self.content is not None or value is ABSENT else reference(value)
         self.original = value  # until the capture ends
-        self.copies = [Snapshot(each, functools.partial(_refusal, label), _is_set) for each in _containers(value)]
+        is_set = _is_replaced if may_grow else _is_set
+        self.copies = [Snapshot(each, functools.partial(_refusal, label), is_set) for each in _containers(value)]
 
     def is_changed(self) -> bool:
         now = self.namespace.get(self.name, ABSENT)
@@ -183,7 +184,7 @@ class Walk:
         for name, value in closed_over.items():
             self.add(value, f"{name!r} of {said(frame.f_code)}")
         if any(_advances(value) or next(_containers(value), None) is not None for value in closed_over.values()):
-            self.close_over(functions_of([frame.f_code]))
+            self.close_over(functions_of([frame.f_code]), may_grow=True)  # a list may be a log
             _ = frame.f_locals  # before Python 3.13, what was read last is written back after a trace function
 
     def closure_of(self, frame: types.FrameType) -> tuple[int, ...]:
@@ -192,18 +193,19 @@ class Walk:
         ids = (id(values.get(name)) for name in names)
         return id(frame.f_code), *(self._ids.get(each, each) for each in ids)
 
-    def close_over(self, functions: list[types.FunctionType]) -> None:
+    def close_over(self, functions: list[types.FunctionType], may_grow=False) -> None:
         """Record what these functions close over."""
         for function in functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
                 if name != "__class__" and bound(cell):
-                    self.note(content_of(cell), name, f"{name!r} of {said(function.__code__)}", 0, owner=cell)
+                    label = f"{name!r} of {said(function.__code__)}"
+                    self.note(content_of(cell), name, label, 0, owner=cell, may_grow=may_grow)
 
-    def note(self, namespace, name: str, label: str, depth: int, is_optional: bool = False, owner=None) -> None:
+    def note(self, namespace, name: str, label: str, depth: int, is_optional=False, owner=None, may_grow=False) -> None:
         value = namespace.get(name, ABSENT)
         is_new = (id(namespace), name) not in self.values and type(value) is not _Tripwire
         if is_new and (value is not ABSENT or is_optional):  # otherwise a builtin
-            self.values[id(namespace), name] = Value(namespace, name, label, value, owner)
+            self.values[id(namespace), name] = Value(namespace, name, label, value, owner, may_grow)
             self._guard(namespace, name, label)
             self.add(value, label, depth)
             self._add_items(value, label, depth)
@@ -425,6 +427,10 @@ def _is_set(was, now) -> bool:
     if all(can_compare):
         return _content(was) != _content(now)
     return was is not now and (_has_tensor(now) or not any(can_compare))
+
+
+def _is_replaced(was, now) -> bool:
+    return was is not ABSENT and _is_set(was, now)
 
 
 def _has_tensor(value, depth: int = 0) -> bool:
