@@ -211,7 +211,7 @@ def _run(line, scope, is_quiet) -> list[str] | None:
         several = not isinstance(results, torch.Tensor)
         results = tuple(results) if several else (results,)
         fits = all(value.numel() <= _LARGEST and value.float().isfinite().all() for value in results)
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+    except (RuntimeError, IndexError, ValueError, TypeError):
         return None
     if not fits or (several and not 1 < len(results) < 5):
         return None

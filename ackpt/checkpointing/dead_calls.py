@@ -195,7 +195,7 @@ class Liveness:
 
     def _memory(self, tensor) -> weakref.ref | None:
         if _has_storage(tensor):
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # inside torch.func transforms
+            with contextlib.suppress(RuntimeError):  # inside torch.func transforms
                 return weakref.ref(tensor.untyped_storage())
         self.is_doubtful = True
         return None

@@ -149,7 +149,7 @@ def baseline_of(graph: JointGraph, profile: Profile, budget) -> Baseline:
 def plan_in_chunks(
     graph: JointGraph, request: Request, profile: Profile, chunked: Callable[[int], tuple[JointGraph, Profile]]
 ) -> tuple[Plan, JointGraph, Profile]:
-    """The plan that keeps the budget with the head in chunks, its graph and profile; a BudgetError if there is none.
+    """The plan that keeps the budget with the head in chunks, its graph and profile; an infeasible budget raises.
 
     The number of chunks doubles from 2 on until a plan keeps the budget, and then as long as plans become cheaper: with
     smaller chunks, less must be recomputed. `chunked`: the graph with so many chunks, and its profile.

@@ -121,6 +121,7 @@ def test_a_file_that_is_no_plan_is_refused(graph, tmp_path, change, message):
     path = ackpt.plan(graph).save(tmp_path / "plan.json")
     path.write_text(change(path.read_text()))
     raises(PlanError, message, lambda: ackpt.Plan.load(path))
+    raises(PlanError, "cannot be read: Is a directory; give the file", lambda: ackpt.Plan.load(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -436,3 +436,10 @@ def test_an_interrupted_first_call_leaves_the_model_unchanged(tmp_path, plan, fi
     step = ackpt.compile(model, ids(4, 12), budget=0.7, cache=tmp_path)
     assert step.plan == plan
     check(step, model, ids(4, 12))
+
+
+@pytest.mark.parametrize(("make", "holds"), [(nn.ModuleList, "model.0"), (nn.ParameterList, "")])
+def test_a_module_without_forward_is_refused_with_the_name_of_what_it_holds(make, holds):
+    module = make([nn.Linear(4, 4)] if holds else [nn.Parameter(torch.ones(4))])
+    said = f"has no forward of its own to plan. Give the module .*{holds}"
+    raises(TypeError, said, lambda: ackpt.compile(module, torch.ones(2, 4)))

@@ -403,6 +403,7 @@ def test_the_bytes_of_a_loss_in_the_loop_count_toward_the_budget(kind, loss, as_
         (lambda outputs, batch: outputs, {}, ackpt.TraceError, "loss= cannot run without data: grad can be"),
         (lambda outputs, batch: outputs.sum() * outputs.max().item(), {}, ackpt.TraceError, "without reading values"),
         (lambda outputs, batch: batch["z"], {}, ackpt.TraceError, "loss= cannot run without data: 'z'"),
+        (lambda outputs, batch: None, {}, ackpt.TraceError, "it returned None instead of a tensor"),
     ],
 )
 def test_a_loss_that_cannot_be_planned_is_refused(loss, others, kind, said):

@@ -167,8 +167,8 @@ def check_model(model, except_opaque: bool = False) -> None:
     if "forward" not in vars(model) and (defines is nn.Module or defines.__name__ == "LightningModule"):
         children = ", ".join(f"model.{name}" for name, _ in model.named_children())
         raise TypeError(
-            f"{type(model).__name__} has no forward of its own, which a plan is of. Give the module that the training "
-            f"step calls{f', such as {children}' if children else ''}."
+            f"{type(model).__name__} has no forward of its own to plan. Give the module that the training step calls"
+            f"{f', such as {children}' if children else ''}."
         )
     require_call_of_forward(model, "the model")
     for name, module in model.named_modules():
@@ -253,15 +253,14 @@ def require_traceable(model: nn.Module, args, kwargs) -> None:
             "which a captured step would not run. Use torch.nn.utils.parametrizations, pass nn.Sequential(model)"
         )
     require_no_arrays(args, kwargs)
-    for name, leaf in named_leaves(args, kwargs):
+    leaves = [(f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs)]
+    for name, leaf in leaves:
         if isinstance(leaf, Iterator):
             raise not_repeated(
-                f"argument {name} is a {type(leaf).__name__}, whose items a capture would take, which a captured step "
-                "would not do again. Pass a list of them"
+                f"{name} is a {type(leaf).__name__}, whose items a capture would take, which a captured step would not "
+                "do again. Pass a list of them"
             )
-    arguments = [
-        (f"argument {name}", leaf) for name, leaf in named_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)
-    ]
+    arguments = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
     for name, tensor in arguments:
         if attributes := public_attributes(tensor):
             raise not_repeated(
