@@ -6,8 +6,6 @@ chunk by chunk, and saves only these two; nothing is recomputed. With a loss for
 for each, and computes the logits of each chunk a second time.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

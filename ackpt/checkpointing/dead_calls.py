@@ -7,8 +7,6 @@ makes their nodes, whose results are `Dead` tensors, without memory. Reading one
 analysis is silent: the region is then recomputed as a whole, and so are all later regions of its function.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator

@@ -6,8 +6,6 @@ For the recomputation it restores the values from before the forward, and afterw
 statistics and counters change once per step. The functions at the end make the errors of regions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

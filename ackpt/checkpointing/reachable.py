@@ -7,8 +7,6 @@ tensors whose gradient flows out of the region, however the function got them. F
 cells of closures, and `DetachClosedOver` detaches the tensors in them.
 """
 
-from __future__ import annotations
-
 import argparse
 import dis
 import enum

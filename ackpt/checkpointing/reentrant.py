@@ -9,8 +9,6 @@ inside the outer one, hence the name *reentrant*. Two decisions differ from torc
   DDP counts every gradient once, and the engine sums the gradients of shared parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -5,8 +5,6 @@ tensors the graph ends, and drops the graph. ``recompute`` runs the function aga
 new graph.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

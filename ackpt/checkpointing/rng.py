@@ -6,8 +6,6 @@ global state, and the generator objects in the region's arguments (``torch.Gener
 without random numbers keeps nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import random

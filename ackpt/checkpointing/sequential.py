@@ -1,7 +1,5 @@
 """``checkpoint_sequential``: run a chain of functions in segments, each segment but the last as one region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 

@@ -8,8 +8,6 @@ removed with the last `StandIn` of a class. Only the class refers to it, so it i
 ``forward``, which shows that it did.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

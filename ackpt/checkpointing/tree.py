@@ -5,8 +5,6 @@ its inverse. A container without tensors is not copied, so a list that the funct
 caller's list.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -5,8 +5,6 @@ and names do not change, so ``state_dict``, ``named_parameters`` and optimizers 
 the model are checkpointed too. The first forward with gradients checks that the chosen modules were called.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Callable, Collection

@@ -4,8 +4,6 @@ Read `command_line` first: it holds the parser, the exit statuses and the option
 options of ``ackpt plan``, and `plan_text` its output.
 """
 
-from __future__ import annotations
-
 import sys
 
 from .command_line import parser_of, run

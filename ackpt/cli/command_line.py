@@ -4,8 +4,6 @@ Invalid input ends in one line on standard error and exit status 2; a broken pro
 that failed) in status 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

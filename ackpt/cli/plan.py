@@ -1,7 +1,5 @@
 """The command ``ackpt plan``: its options, and the call of `ackpt.planner.workloads.planned_shapes`."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -7,8 +7,6 @@ half the peak. Gradients must be bit-equal, peaks must match the predictions, an
 torch's deterministic algorithms run. Gradients that still differ between two steps of the baseline are not compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """State that regions, plans, offload and the meters share: whether this thread recomputes; versions of tensors."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parse a budget (a fraction of the baseline's dynamic peak, or bytes of the whole peak), and derive the bound."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Write all files of the package: in one step, or through a link or device. Read JSON with a clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

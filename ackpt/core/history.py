@@ -1,7 +1,5 @@
 """`step.history`: every capture, search and plan of a `PlannedStep`, with its cause and duration."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator

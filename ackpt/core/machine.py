@@ -1,7 +1,5 @@
 """Describe this machine for records: the device, the versions, the threads and the day, as plain data."""
 
-from __future__ import annotations
-
 import datetime
 import platform
 import re

@@ -4,8 +4,6 @@
 `SavedNumbers` follows the numbers that autograd saves as tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import weakref

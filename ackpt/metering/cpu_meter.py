@@ -5,8 +5,6 @@ inside the profile too. Facts that only Python knows (a block now backs a ``.gra
 written into the same stream as *marks*: profiler events with a special name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

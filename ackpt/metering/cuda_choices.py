@@ -10,8 +10,6 @@ that kernels allocate internally is in `kernel_memory`. Sources are files of tor
 Remove this module once ``tests/metering/test_predict_cuda.py::test_fake_cuda_tensors_end_the_process`` fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

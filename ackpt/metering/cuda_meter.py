@@ -7,8 +7,6 @@ separately, with the number of allocations and frees so far as their position. `
 step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

@@ -4,8 +4,6 @@ The rules are those of ``torch.utils.flop_counter``, with formulas for kernels o
 versions of torch do not count. Compiled code is counted as it runs, if its compiler runs torch's operations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

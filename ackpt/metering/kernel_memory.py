@@ -10,8 +10,6 @@ end of the step. Remove that part once ``tests/metering/test_kernel_memory.py`` 
 sorting indices (embeddings, indexing), of reductions over several blocks, and of memory-efficient attention.
 """
 
-from __future__ import annotations
-
 from math import prod
 from typing import Any
 

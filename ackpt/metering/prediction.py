@@ -8,8 +8,6 @@ On the CPU, `kernel_memory` measures the workspace of single operations on made-
 model of PyTorch's caching allocator, from loading the model on, without what `kernel_memory` lists.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import traceback

@@ -3,8 +3,6 @@
 They include the tensors that a quantized weight or a wrapper holds in addition to its own data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -4,8 +4,6 @@
 `ackpt.planner.costs.workspace` for those of a graph: each distinct operation once, with made-up arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

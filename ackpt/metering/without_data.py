@@ -4,8 +4,6 @@ A cache that the model's code fills on fake tensors (``functools.cache``, a dict
 hold them forever, and the model would find them in its next step on data. The garbage collector finds such places.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -5,8 +5,6 @@ tokens^2`` seconds (launches, matrix products, attention), fitted to measurement
 completely from some length on. Without it, the ratio of two constants decides.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ an NVMe drive; `engine` chooses the store. The buffers come from the operating s
 that the store never counts as memory of the device, even if the device is the CPU.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

@@ -5,8 +5,6 @@ A transport belongs to one device. ``copy_out`` and ``copy_in`` submit a copy an
 freed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Iterable

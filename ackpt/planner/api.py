@@ -4,8 +4,6 @@ All but `remove_budget` make a `Request` from their keywords, and the `Request` 
 `apply_budget` pass it to a `PlannedStep`, `plan` to `ackpt.planner.choose.plan_by_policy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any, Literal

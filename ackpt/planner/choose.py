@@ -1,7 +1,5 @@
 """Plan a graph: run a policy, simulate its schedule, and raise a BudgetError if its peak exceeds the budget."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

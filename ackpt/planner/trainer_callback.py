@@ -1,7 +1,5 @@
 """`AckptCallback`: a memory budget as a callback of the Trainer of transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

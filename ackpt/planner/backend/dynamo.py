@@ -11,8 +11,6 @@ it changed in place. It cannot recognize one that is called with the same tensor
 whose result is unused. Without Inductor, these cases are right, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ therefore cannot raise an error itself. This module can go once a backend can re
 ``tests/planner/backend/test_backend_limits.py`` will then pass without it.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import threading

@@ -5,8 +5,6 @@ that `ackpt.compile` can. So the model is not given to Dynamo. Its calls run a `
 first call that needs gradients.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import types

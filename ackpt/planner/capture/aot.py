@@ -3,8 +3,6 @@
 Nothing is computed: parameters and inputs are fake tensors, so models of any size can be captured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -7,8 +7,6 @@ runs twice. The backward of a chunk is linear in the gradient that the loss will
 the backward of the step scales the results.
 """
 
-from __future__ import annotations
-
 import operator
 from dataclasses import replace
 from typing import Any

@@ -6,8 +6,6 @@ symbols, and guards, the conditions under which the capture is valid. `Symbols` 
 is the captured module at given sizes, so all later stages see only numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ for strides of all other results see `patches.kernels`. `autocast_of` says under
 kernels of other libraries.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import operator

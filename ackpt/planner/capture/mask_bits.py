@@ -6,8 +6,6 @@ order. Both operations allocate only their result from torch: on the CPU, numpy 
 a GPU, each bit is set or extracted in place.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

@@ -5,8 +5,6 @@ fate, when it runs) refers to this id, never to a name, a shape or an address. W
 but a *storage*: views, and results of one operation that share memory, are one storage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ optimizer on fake tensors, so neither the optimizer nor the model changes, and m
 too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

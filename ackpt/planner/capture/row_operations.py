@@ -4,8 +4,6 @@
 element, along dimensions that do not number tokens, or be a matrix product of rows with a whole matrix.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Models and tensors without data: `ackpt.from_shapes`, and fake CPU tensors in place of meta ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

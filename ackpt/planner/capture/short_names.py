@@ -1,7 +1,5 @@
 """Shorten module names and source lines, and group equal modules, in what is printed; nothing is matched by them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ tensor and its strides are the leaf's; otherwise autograd clones it, and this cl
 (the gradient layout contract in ``torch/csrc/autograd/functions/accumulate_grad.h``).
 """
 
-from __future__ import annotations
-
 import operator
 from typing import Any, Literal
 

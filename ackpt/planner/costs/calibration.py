@@ -4,8 +4,6 @@ Data sheets of CPUs do not say how fast torch's kernels run: an operation that d
 tens of additions of the same size. So each kind of operation runs once on example arguments.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

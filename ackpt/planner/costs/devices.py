@@ -1,7 +1,5 @@
 """Known devices, GPUs by name: peak rates from their vendors' data sheets, and their memory as torch reports it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

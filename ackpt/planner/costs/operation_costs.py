@@ -1,7 +1,5 @@
 """FLOPs and memory traffic of one operation, from shapes alone."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Profile`: the cost of every node, modeled from shapes and the rates of a device."""
 
-from __future__ import annotations
-
 import operator
 from dataclasses import dataclass, replace
 from functools import partial

@@ -6,8 +6,6 @@ temporaries only to convert dtypes, but a kernel such as that of gelu's backward
 the operations in `WITHOUT` that had none: their CPU kernels allocate nothing but results.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from math import prod

@@ -4,8 +4,6 @@ The step runs as it is, and with every known kind of checkpointing and offload m
 same state. `audit_runs` runs and watches it, `audit_findings` compares.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import warnings

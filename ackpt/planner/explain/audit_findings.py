@@ -1,7 +1,5 @@
 """What `ackpt.audit` finds wrong in two watched runs of a step: rules known from users' reports, each with its fix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`ackpt.explain`: where the memory of a training step goes, and what would reduce it; its snapshot for memory_viz."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 The page needs no network, follows the reader's light or dark theme, and is readable on a phone.
 """
 
-from __future__ import annotations
-
 from html import escape
 from itertools import accumulate
 

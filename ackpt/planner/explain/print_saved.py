@@ -4,8 +4,6 @@ Hooks on saved tensors see every tensor when it is saved. To find the operation 
 walks autograd's graph from the outputs, and every node unpacks its saved tensors once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

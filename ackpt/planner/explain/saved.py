@@ -1,7 +1,5 @@
 """`StepMemory`, all that an explanation knows of a step, with the activations that each source line saves; its text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Every suggestion is made to the explained plan alone, so savings do not add up; 
 planned together as well.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -6,8 +6,6 @@ nodes, and under a mode it would no longer sum them in place (``isTensorSubclass
 torch/csrc/autograd/input_buffer.cpp). On a GPU, torch's allocator counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import weakref

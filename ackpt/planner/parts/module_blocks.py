@@ -5,8 +5,6 @@ is more than one operation. While a forward of the model runs, the plan stands i
 hooks of blocks run as usual.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ recomputes them. So the peak of a choice is the largest of the peaks between suc
 only regions do, each increased by the bytes that the saved blocks hold at that time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import weakref

@@ -5,8 +5,6 @@ the function of each policy. ``chains`` has the code that policies for chains of
 frontier and the searches that extend it. Read `full` first, then `auto`.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Mapping

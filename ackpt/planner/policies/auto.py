@@ -13,8 +13,6 @@ and the operation that draws a mask also computes the dropout's result. So only 
 there. On a device with a link to the host, activations are offloaded as far as the copies overlap with compute.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import replace

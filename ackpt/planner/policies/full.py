@@ -7,8 +7,6 @@ backward reads first are saved as well, as far as that does not raise the peak. 
 everything that backward reads.
 """
 
-from __future__ import annotations
-
 from ackpt.planner.policies.chains.blocks import cut_points
 from ackpt.planner.schedule.schedule import Schedule, everything, lower, recomputed
 from ackpt.planner.schedule.simulator import peak_of

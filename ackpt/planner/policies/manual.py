@@ -1,7 +1,5 @@
 """Policy ``manual``: the caller gives the fate of each activation by the name of its node."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ackpt.planner.capture.joint_graph import JointGraph

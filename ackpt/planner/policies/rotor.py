@@ -9,8 +9,6 @@ activations of a block need not all be live at once. So its schedules for every 
 without, are simulated with those of ``full``; the cheapest one that fits is taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

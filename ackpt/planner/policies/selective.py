@@ -10,8 +10,6 @@ Source: ``every_n_layers``, `PreTrainedModel._set_gradient_checkpointing` in tra
 torchtitan/distributed/activation_checkpoint.py.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ A random operation is replayed by saving and restoring the generator's state. To
 but they cannot run under dispatch modes such as a FLOP counter's.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from functools import partial

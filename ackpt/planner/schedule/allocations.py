@@ -1,7 +1,5 @@
 """List every allocation of a schedule with its lifetime and kind, for `ackpt.explain` and for the error of a budget."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ use, as far as the peak allows. Copies in one direction run one after another. `
 dropout masks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from itertools import accumulate

@@ -8,8 +8,6 @@ from its other arguments. If an equal operation has run already, in another laye
 reused: running operations on fake tensors takes most of the time of a proof.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple

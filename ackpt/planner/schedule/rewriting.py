@@ -5,8 +5,6 @@ arguments. The modules drop each value after its last use, so frees need no code
 tensors (`proof`): the live bytes after every operation must equal the simulated ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Two schedules that save the same storages can have different peaks, depending on
 thousands of them, so `frees` and `unpacked_at_once` are its innermost loop: one pass of numpy over an order of nodes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

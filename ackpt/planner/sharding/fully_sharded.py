@@ -4,8 +4,6 @@ Reads the private state of FSDP2, which has no public form: ``torch/distributed/
 2.14; tests/planner/sharding/test_sharded_step.py shows when a version differs.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

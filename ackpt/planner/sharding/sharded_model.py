@@ -6,8 +6,6 @@ gradients are live. Gradients live until the next step begins, as ``zero_grad()`
 has a workspace in the threads of forward and backward. Collectives of NCCL allocate nothing here.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ inside FSDP's hooks, in place of the block's forward, with the parameters that t
 nothing of other blocks and no collective, so ranks may choose different plans; all ranks raise an error, or none does.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable

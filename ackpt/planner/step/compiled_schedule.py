@@ -4,8 +4,6 @@
 one step run in one hook, `before_backward`. `leave_undefined` leaves gradients undefined where eager mode does.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import weakref

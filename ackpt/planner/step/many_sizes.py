@@ -1,7 +1,5 @@
 """`ManySizes`: peaks, allocations and costs of schedules of one capture, at thousands of sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property

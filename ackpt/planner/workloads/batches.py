@@ -1,7 +1,5 @@
 """`ackpt.batches`: a sampler whose batches fill a budget by predicted bytes, from the predictions of `ackpt.fits`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A forward that changes attributes is refused when it is captured, and its change
 plain values and containers count by content; tensors, functions and other callables by identity.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

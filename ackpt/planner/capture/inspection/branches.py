@@ -4,8 +4,6 @@ A capture records the operations that compute such truth values from masks, ids 
 the values of its call select, and serves a later call only if the same operations give the same truth values there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A graph's hash shows that two steps differ, but not how. A graph and its plan ca
 messages; no decision depends on them.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ removed from what refers to it. Containers that the model's code itself names ar
 of modules by `attributes`; here is the rest, found by the garbage collector.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

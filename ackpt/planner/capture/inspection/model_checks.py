@@ -1,7 +1,5 @@
 """Refuse models, calls and tensors before they are captured, and warn of hooks; for later errors see `source_lines`."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Collection, Iterator, Mapping

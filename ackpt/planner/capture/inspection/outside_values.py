@@ -5,8 +5,6 @@ values by the names in their code. Not covered are containers of more than a hun
 extensions return.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import gc

@@ -1,7 +1,5 @@
 """Errors of captures that fail, as for models that are not one graph, with the line and module of the operation."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import logging

@@ -1,7 +1,5 @@
 """Find plain values by the names in code: globals, closed-over variables, and attributes of objects."""
 
-from __future__ import annotations
-
 import contextvars
 import dis
 import functools

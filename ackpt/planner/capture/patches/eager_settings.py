@@ -11,8 +11,6 @@ Versions: 2.11 to 2.13; of these, 2.13 has both rules for strides by itself.
 Test: ``tests/planner/capture/test_eager.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -4,8 +4,6 @@ Four parts: rules for single operations, oneDNN's recurrent layers, elementwise 
 fake results. Tests: ``tests/planner/capture/test_kernels.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import types

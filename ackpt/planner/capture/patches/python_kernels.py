@@ -4,8 +4,6 @@ Five groups: casts of weights, operations that stay whole, matrix products, rand
 Torch: ``OpOverload.py_kernels`` in ``torch/_ops.py``, which ``py_impl`` fills. Tests: ``test_python_kernels.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from functools import partial

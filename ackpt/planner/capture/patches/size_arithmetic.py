@@ -9,8 +9,6 @@ Torch: ``_make_node_magic`` in ``torch/fx/experimental/sym_node.py``, ``FloorDiv
 Versions: 2.11 to 2.13. Test: ``tests/planner/capture/test_dynamic_sizes.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable

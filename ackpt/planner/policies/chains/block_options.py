@@ -5,8 +5,6 @@ unit (the activations of one operation) after the other, always the one that fre
 makes them the stages of the chain table.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import replace
 from operator import attrgetter

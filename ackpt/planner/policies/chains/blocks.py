@@ -7,8 +7,6 @@ it can, for the policies that come from papers on chains; `coarse_chain` joins b
 ``auto``, which looks at more choices per block.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_right
 from dataclasses import dataclass

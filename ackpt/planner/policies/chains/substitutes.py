@@ -6,8 +6,6 @@ since the mask is drawn again from the saved RNG state. The recursion over block
 always saves the outputs of blocks.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

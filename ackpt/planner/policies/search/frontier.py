@@ -5,8 +5,6 @@ smaller budget never gives a higher peak or a lower cost. With dynamic dimension
 among the points of several frontiers.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence

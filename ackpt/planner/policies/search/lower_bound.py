@@ -8,8 +8,6 @@ and in the graph's order, which includes all schedules of this package. The prog
 2020, arXiv:1910.02653) with one run of each operation and without the memory of recomputation itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

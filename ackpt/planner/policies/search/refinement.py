@@ -7,8 +7,6 @@ reader: the features of a dense block, for example, or an argument of a concaten
 with the peak, and recomputed after it, one by one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple

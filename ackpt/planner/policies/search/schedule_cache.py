@@ -5,8 +5,6 @@ the policy with its options, and the versions of ackpt and torch. Peaks and cost
 so a plan is the same with and without a cache. Files appear in one step, so processes may share a folder.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
