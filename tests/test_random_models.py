@@ -20,6 +20,13 @@ def test_nothing_differs_without_an_error(seed):
     assert [outcome for outcome in outcomes if outcome.kind == FINDING] == []
 
 
+def test_the_step_in_which_regions_first_leave_calls_out_keeps_its_plan():
+    experts = Node("Experts", 170), Node("SequentialSubclass", 558, (Node("Gated", 403), Node("CustomFunctions", 196)))
+    spec = Spec(50042, "sequence", (experts, (Node("Gated", 78),)), gives="loss")
+    outcomes = check(spec, only="plan in place 0.76")
+    assert outcomes and [outcome.kind for outcome in outcomes] == ["equal"]
+
+
 @pytest.mark.parametrize("name", CATALOG)
 def test_every_part_trains_alike_twice(name):
     entry = CATALOG[name]

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ackpt.core.autograd_state import phase
-from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, is_dense, number_bytes, references
+from ackpt.metering.autograd_engine import PRODUCTS, SAVE_NUMBERS, number_bytes
 from ackpt.metering.resident import storages_of
 from ackpt.metering.run_alone import begin_counting, end_counting, in_new_thread, run_counted
 from ackpt.metering.timeline import MeterError
@@ -194,6 +194,15 @@ class LiveBytes(Counter):
         for tensor in tensors if counts else ():
             self.follow(tensor)
 
+    def accumulated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count the gradients that `parameters` have now instead of the sums that became them."""
+        sums = {} if (backward := self._of_thread()) is None else backward.sums
+        for each in parameters:
+            if each.grad is not None:
+                with self._lock:
+                    self.bytes -= sums.pop((id(each), 0), 0)
+                self.follow(each.grad)
+
     @contextlib.contextmanager
     def more(self, size: int) -> Iterator[None]:
         """Inside, `size` more bytes are live, which no operation has allocated."""
@@ -236,8 +245,12 @@ class LiveBytes(Counter):
             result, left, peak = run_counted(lambda: call(*args, **kwargs))
         if len(self._workspaces) >= _MOST_WORKSPACES:
             self._workspaces.clear()
-        self._workspaces[key] = peak - left
-        return result, peak - left
+        # Under a mode, torch makes a tensor of a number twice.
+        takes = zip(args, func._schema.arguments) if isinstance(func, torch._ops.OpOverload) else ()
+        numbers = [value for value, each in takes if isinstance(each.type, torch.TensorType)]
+        workspace = peak - left + sum(number_bytes(each) for each in numbers if isinstance(each, (int, float, complex)))
+        self._workspaces[key] = workspace
+        return result, workspace
 
     def follow(self, tensor: torch.Tensor, existing: Collection[int] = ()) -> None:
         """Count a tensor as long as it is allocated, without the `existing` storages."""
@@ -285,7 +298,6 @@ class LiveBytes(Counter):
 
     def count_backward(self, outputs: Any) -> None:
         """Count the backward that follows, too; ``outputs``: those of the forward."""
-        _references_of_one()
         self._watch(outputs, self._start)
 
     def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -359,32 +371,27 @@ class LiveBytes(Counter):
             node.register_hook(after)
 
     def _arrives(self, results, targets) -> None:
-        """Count the results of a node, and the new memory of those that autograd's engine cannot sum in place."""
+        """Count the results of a node, and the sums of gradients that autograd's engine makes of them.
+
+        To follow a storage refers to it, so the engine allocates the first sum, and then frees both gradients.
+        """
         for result in results:
             if result is not None:
                 self.follow(result)
         backward = self._of_thread() or Backward(0)
-        in_place: dict[Any, int] = {}
         for result, (target, number) in zip(results, targets):
-            if result is None or target is None or target.name().endswith(_ACCUMULATES):
+            if result is None or target is None:
                 continue
-            key = target._sequence_nr(), number
-            if key not in backward.arrived:
+            key = id(target.variable) if target.name().endswith(_ACCUMULATES) else target._sequence_nr(), number
+            if key in backward.sums:
+                continue
+            if key in backward.arrived and backward.arrived[key]() is not None:
+                with self._lock:
+                    backward.sums[key] = result.nbytes
+                    self.bytes += result.nbytes
+            else:
                 backward.arrived[key] = weakref.ref(result)
-            elif key not in backward.sums and key not in in_place:
-                if _is_summed_in_place(backward.arrived[key]()):
-                    in_place[key] = result.nbytes
-                else:
-                    self._add_sum(backward, key, result.nbytes)
         self._reached(self.bytes, "a sum of gradients")
-        # To follow a storage refers to it, so the engine now frees both gradients and allocates their sum.
-        for key, size in in_place.items():
-            self._add_sum(backward, key, size)
-
-    def _add_sum(self, backward: Backward, key: Any, size: int) -> None:
-        with self._lock:
-            backward.sums[key] = size
-            self.bytes += size
 
     def sums_of_thread(self) -> set[Any]:
         """The keys of the sums of gradients that exist in the backward of this thread."""
@@ -457,6 +464,9 @@ class AllocatedBytes(Counter):
         """Count the gradients that existed before the step."""
         self._base -= sum(tensor.untyped_storage().nbytes() for tensor in existing) if counts else 0
 
+    def accumulated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Do nothing: the allocator counts."""
+
     def more(self, size: int) -> contextlib.AbstractContextManager[None]:
         """Do nothing: the allocator counts."""
         return contextlib.nullcontext()
@@ -525,31 +535,3 @@ def _counted_apply(live: LiveBytes, reference, replaced, targets, *gradients) ->
         live._reached(start + peak, node.name())
     live._arrives(results if isinstance(results, tuple) else (results,), targets)
     return results
-
-
-def _is_summed_in_place(first: torch.Tensor | None) -> bool:
-    """Whether the engine adds a further gradient to this one in place: if nothing else refers to it."""
-    if first is None or not is_dense(first):
-        return False
-    # A result in Python that arrives together with another one has no reference from the engine yet.
-    return all(count <= most for count, most in zip(references(first), _references_of_one()))
-
-
-@cache
-def _references_of_one() -> tuple[int, int]:
-    """The use counts of a tensor and its storage, as `_arrives` sees them, if only the engine refers to them."""
-    counts: list[tuple[int, int]] = []
-    x = torch.ones((), requires_grad=True)
-    y = x.sin()
-    first: list[weakref.ref] = []
-
-    def arrives(results, gradients):
-        if first:
-            counts.append(references(first[0]()))
-        first.append(weakref.ref(results[0]))
-
-    outputs: Any = y.sin(), y.cos()
-    for output in outputs:
-        output.grad_fn.register_hook(arrives)
-    torch.autograd.grad(outputs[0] + outputs[1], x)
-    return counts[0]

@@ -227,9 +227,13 @@ class PlannedRegions:
             pending.report(self._exceeds(size, pending.planned, moment))
         return outputs
 
+    def leaves(self) -> list[torch.Tensor]:
+        """The parameters whose gradients autograd accumulates."""
+        return [each for each in self.model.parameters() if each.is_leaf]
+
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of parameters that exist now."""
-        return [each.grad for each in self.model.parameters() if each.is_leaf and each.grad is not None]
+        return [each.grad for each in self.leaves() if each.grad is not None]
 
     def _record(self, planned: _Planned) -> Record | None:
         """The record of the first step, which this forward continues or begins; None for later steps."""
@@ -356,6 +360,7 @@ class _Forward:
         self._numbers: Counter[str] = Counter()
         self._checkpointed: list[str] = []  # the blocks that ran as regions
         self._in_block = False
+        self.kept: Any = None
         self._hooks = _top_hooks(True)
 
     @contextlib.contextmanager
@@ -481,8 +486,7 @@ class _Forward:
         node, record = reference(), self._open_record()
         region: Any = node.region
         if self.is_counted:  # AccumulateGrad copies some gradients
-            for gradient in self.regions.gradients():
-                self.live.follow(gradient)
+            self.live.accumulated(self.regions.leaves())
         shift = 0
         if record is not None and not run.is_over:
             run.is_over = True
@@ -495,6 +499,8 @@ class _Forward:
                 record.segments.append(Segment(self.live.segment_peak(), run, None))
 
             in_thread.run, region.recomputed = run, recomputed
+            if region.can_skip:  # a later recomputation does for the first time, and keeps its gradients to run again
+                self.kept = [*gradients[0]] if type(gradients[0]) is list else gradients
         before, in_thread.live = in_thread.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:
@@ -508,7 +514,7 @@ class _Forward:
             if record is not None and region.recomputed is not None:
                 record.segments.append(Segment(self.live.segment_peak(), run, shift))
             in_thread.live = before
-            in_thread.run = region.recomputed = None
+            in_thread.run = region.recomputed = self.kept = None
 
     def _left_out(self, block: Block, error: Exception) -> CheckpointError:
         block.refused = first_sentence(error)

@@ -179,6 +179,17 @@ def test_sums_of_gradients_count_until_they_are_read(uses):
     assert counted == measured
 
 
+@pytest.mark.parametrize("uses", [2, 3])
+def test_sums_of_gradients_of_a_weight_with_several_uses_count(uses):
+    def forward(self, x):
+        for _ in range(uses):
+            x = self.layer(x).tanh()
+        return x.sum()
+
+    counted, measured = counted_and_measured(model_of(forward, layer=nn.Linear(64, 64)), {"x": torch.randn(8, 64)})
+    assert counted == measured
+
+
 class Checkpoints(nn.Module):
     """A block that calls torch's checkpoint, which keeps states of random numbers; counts its runs."""
 
@@ -331,5 +342,4 @@ def test_workspaces_of_sparse_products_count_while_the_first_step_is_measured():
         warnings.simplefilter("ignore")
         step = ackpt.compile(model, x, edges, budget=0.9, on_exceed="warn")
         first, second = (measured_step(model, step, x, edges, warmup=0) for _ in range(2))
-    assert step.plan.peak_bytes == second.peak_bytes
-    assert step.plan.least_peak_bytes == first.peak_bytes
+    assert second.peak_bytes <= step.plan.peak_bytes == step.plan.least_peak_bytes == first.peak_bytes
