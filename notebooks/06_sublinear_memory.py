@@ -336,8 +336,8 @@ for kind, state, *to in revolve.actions(4, 2):
 # Let $E(n, s)$ be the fewest advances for $n$ blocks with $s$ snapshots. Revolve saves its second snapshot after $j$
 # advances. The part after it is reversed with one snapshot fewer, the part before it with all $s$:
 #
-# $$ E(n, s) = \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \qquad
-# E(n, 1) = \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . $$
+# $$ \begin{aligned} E(n, s) &= \min_{1 \le j < n} \; j + E(n - j, s - 1) + E(j, s) , \\
+# E(n, 1) &= \frac{n (n - 1)}{2} , \quad E(1, s) = 0 . \end{aligned} $$
 #
 # In the example, $j = 2$ gives the minimum, $2 + E(2, 1) + E(2, 2) = 2 + 1 + 1 = 4$.
 #

@@ -74,8 +74,8 @@ measure_here(
 # Each plan with a budget carries this *lower bound* and its *optimality gap*: how much longer its step takes than the
 # lower bound requires.
 #
-# $$ \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \qquad
-# \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . $$
+# $$ \begin{gathered} \texttt{plan.lower\_bound} \;\le\; \text{optimum} \;\le\; \texttt{plan.cost} , \\
+# \texttt{plan.gap} = \frac{1 + \texttt{plan.cost}}{1 + \texttt{plan.lower\_bound}} - 1 . \end{gathered} $$
 #
 # The first model is a language model of three layers of width 64, with 4 sequences of 256 tokens:
 
