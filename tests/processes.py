@@ -1,4 +1,4 @@
-"""The same scenarios in two processes that talk over gloo."""
+"""The same scenarios in several processes that talk over gloo."""
 
 import datetime
 import traceback
@@ -12,20 +12,20 @@ from torch import multiprocessing
 LIMIT = datetime.timedelta(seconds=60)
 
 
-def in_two_processes(scenario, names, folder) -> list[dict]:
-    """``scenario(name, rank, folder)`` for every name in both processes: each one's ``{name: result}``.
+def in_processes(scenario, names, folder, count=2) -> list[dict]:
+    """``scenario(name, rank, folder)`` for every name in `count` processes: each one's ``{name: result}``.
 
     An assertion or runtime error is that scenario's result, as text.
     """
-    arguments = scenario, list(names), str(folder)
-    multiprocessing.start_processes(_work, arguments, nprocs=2, start_method=start_method())
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    arguments = scenario, list(names), str(folder), count
+    multiprocessing.start_processes(_work, arguments, nprocs=count, start_method=start_method())
+    return [torch.load(folder / str(rank)) for rank in range(count)]
 
 
-def _work(rank, scenario, names, folder):
+def _work(rank, scenario, names, folder, count):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=LIMIT)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count, timeout=LIMIT)
     results = {}
     for name in names:
         try:

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from processes import in_two_processes
+from processes import in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -102,7 +102,7 @@ def scenario(name, rank, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return in_two_processes(scenario, SCENARIOS, tmp_path_factory.mktemp("processes"))
+    return in_processes(scenario, SCENARIOS, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

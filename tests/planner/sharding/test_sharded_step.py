@@ -1,4 +1,4 @@
-"""A budget after ``fully_shard``, in two processes over gloo: bytes as predicted, gradients as without, or an error."""
+"""A budget after ``fully_shard`` in several processes: bytes as predicted, gradients as without, or an error."""
 
 import gc
 import tempfile
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_two_processes
+from processes import in_processes
 from torch import distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
@@ -156,6 +156,13 @@ WAYS = {
     "root resharded": lambda: sharded(root={"reshard_after_forward": True}),
     "prefetch": prefetching,
 }
+
+
+def on_two_hosts():
+    return sharded(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "shards")))
+
+
+OF_FOUR = {"replicated": on_two_hosts}
 
 
 def alike(rank):
@@ -398,14 +405,20 @@ SCENARIOS = (alike, whole_blocks, replans, optimizer, accumulates, infeasible, m
 SCENARIOS += (resumes, refuses)
 
 
+def integer(rank):
+    """FSDP2 reshards to a smaller mesh after the forward, which is refused on all ranks."""
+    with pytest.raises(ValueError, match="integer reshard_after_forward: give True or False"):
+        ackpt.apply_budget(sharded(reshard_after_forward=2), batch(rank), 0.5)
+
+
 def scenario(name, rank, folder):
     """What `test_...` checks, in one of the processes; the name of a way is that of its checks."""
     try:
-        if name in WAYS:
-            plain, planned = (is_kept(WAYS[name], rank, budget) for budget in (1.0, 0.7))
+        if way := (WAYS | OF_FOUR).get(name):
+            plain, planned = (is_kept(way, rank, budget) for budget in (1.0, 0.7))
             assert planned.recompute_flops > plain.recompute_flops == 0
         else:
-            {each.__name__: each for each in SCENARIOS}[name](rank)
+            {each.__name__: each for each in (*SCENARIOS, integer)}[name](rank)
     except BaseException as error:  # an outcome of pytest.raises is none of Exception
         raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
 
@@ -413,9 +426,13 @@ def scenario(name, rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     names = [*WAYS, *(each.__name__ for each in SCENARIOS)]
-    return in_two_processes(scenario, names, tmp_path_factory.mktemp("ranks"))
+    return in_processes(scenario, names, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", [*WAYS, *(each.__name__ for each in SCENARIOS)])
 def test_a_sharded_model(results, name):
     assert [each[name] for each in results] == [None, None]
+
+
+def test_a_model_on_four_ranks(tmp_path):
+    assert in_processes(scenario, [*OF_FOUR, "integer"], tmp_path, 4) == [{"replicated": None, "integer": None}] * 4

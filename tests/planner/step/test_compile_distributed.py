@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from conftest import model_of, raises
-from processes import in_two_processes
+from processes import in_processes
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.fsdp import fully_shard
@@ -183,7 +183,7 @@ NAMES += [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return in_two_processes(scenario, NAMES, tmp_path_factory.mktemp("planned"))
+    return in_processes(scenario, NAMES, tmp_path_factory.mktemp("planned"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
