@@ -5,8 +5,6 @@ shows. ``check_same_path`` raises an error if the recomputation took a different
 stores whether evidence suffices for a function, and which of its calls are dead.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -376,7 +374,7 @@ class Path:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def has_other_calls(self, other: Path) -> bool:
+    def has_other_calls(self, other: "Path") -> bool:
         """Whether the functions or their plain arguments differ, which leaving out dead calls cannot cause."""
         pairs = zip(self.calls, other.calls)
         if any(a.function != b.function or (a.function is not REGION and a.values != b.values) for a, b in pairs):

@@ -7,8 +7,6 @@ recorded in its first runs only, and always if it reads what ``ReachableState`` 
 compared by ``Evidence``: what their graphs show of all that gradients depend on; see ``evidence.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -139,7 +137,7 @@ class Recorder(TorchFunctionMode):
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
-    def __init__(self, expected: Recorder | None = None, named=None, refused=None, wanted=(), copies_writes=False):
+    def __init__(self, expected: "Recorder | None" = None, named=None, refused=None, wanted=(), copies_writes=False):
         super().__init__()
         self.copies_writes = copies_writes
         self.calls: list[tuple[int, Call, list]] = []

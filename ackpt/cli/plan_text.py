@@ -1,7 +1,5 @@
 """The output of ``ackpt plan``, as text and with --json as plain data: of one plan, of a rank, of several sizes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from dataclasses import dataclass, replace
@@ -363,7 +361,7 @@ class Sweep:
     is_open: bool = False
 
     @classmethod
-    def parsed(cls, text: str) -> Sweep:
+    def parsed(cls, text: str) -> "Sweep":
         """``seq_len=1024:16384`` doubles to 16384, ``batch_size=1:`` while the step fits; ``4,8`` is a list."""
         option, _, values = text.partition("=")
         option = option.replace("-", "_")

@@ -4,8 +4,6 @@ A thread writes the line, since one call into torch may take seconds. Nothing is
 in notebooks and pipes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys
@@ -30,7 +28,7 @@ class _Line:
         self._is_done = threading.Event()
         self._thread = threading.Thread(target=self._write, name="ackpt-progress", daemon=True)
 
-    def __enter__(self) -> _Line:
+    def __enter__(self) -> "_Line":
         self._thread.start()
         return self
 

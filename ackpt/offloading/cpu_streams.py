@@ -5,8 +5,6 @@ start only *after* events of other streams. Races between the streams of a GPU o
 the book can show them without a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -14,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
-_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+_streams: "weakref.WeakSet[Stream]" = weakref.WeakSet()
 _forks = 0
 
 

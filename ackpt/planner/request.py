@@ -1,7 +1,5 @@
 """`Request`: every option of a planned step, as one value that is checked when it is made."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -80,7 +78,7 @@ class Request:
         cache: Any = None,
         options: Mapping[str, Any] | None = None,
         **others: Any,
-    ) -> Request:
+    ) -> "Request":
         """The request with these keywords of `ackpt.compile`; refuses invalid ones before any work."""
         loop = loop_with(optimizer, accumulation, scaler)._replace(loss=loss)
         request = cls(loop=loop, options={} if options is None else options, **others)

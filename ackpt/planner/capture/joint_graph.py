@@ -5,8 +5,6 @@ that several stages derive from it: readers, aliases, lifetimes, and what may be
 first used. A later stage keeps tables of its own by `once_per_graph`.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib
@@ -106,11 +104,11 @@ class JointGraph:
         return sizes
 
     @cached_property
-    def analysis(self) -> Analysis:
+    def analysis(self) -> "Analysis":
         """Tables derived from the graph (readers, aliases, what may be recomputed), each built at its first use."""
         return Analysis(self)
 
-    def resized(self, sizes: Sequence[int]) -> JointGraph:
+    def resized(self, sizes: Sequence[int]) -> "JointGraph":
         """This graph with other bytes of its storages, for simulations; the shapes of its operations are unchanged."""
         pairs = zip(self.storages, sizes, strict=True)
         storages = tuple(each if each.bytes == size else replace(each, bytes=size) for each, size in pairs)
@@ -181,7 +179,7 @@ class Analysis:
         self.tangents = [node for node in self.placeholders if graph.nodes[node].phase == BACKWARD]
         self.bytes = [storage.bytes for storage in graph.storages]
 
-    def resized(self, graph: JointGraph) -> Analysis:
+    def resized(self, graph: JointGraph) -> "Analysis":
         """The tables of `graph`, this one with other bytes of its storages; both share tables without bytes."""
         assert not self.restrided
         for table in ("callers", "effects", "_mask_elements", "allocated", "batch_norms"):

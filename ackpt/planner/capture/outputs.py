@@ -1,7 +1,5 @@
 """The outputs of a captured step: which are differentiated or refused, and how they become what a model returns."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any
@@ -110,7 +108,7 @@ class Withheld(torch.Tensor):
     _FACTS = ("__get__", "size", "dim", "numel", "stride", "is_floating_point", "__len__", "__hash__")
 
     @classmethod
-    def like(cls, shape, dtype: torch.dtype) -> Withheld:
+    def like(cls, shape, dtype: torch.dtype) -> "Withheld":
         return torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
 
     @classmethod

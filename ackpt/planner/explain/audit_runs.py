@@ -5,8 +5,6 @@ under which name a model imported them. `Watch` records regions, calls of module
 puts back everything that a step changes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -182,7 +180,7 @@ class AuditedRegion:
     inputs: dict[int, int]
     replays_random: bool = True
     dropped: dict[int, int] = field(default_factory=dict)
-    inner: list[AuditedRegion] = field(default_factory=list)
+    inner: "list[AuditedRegion]" = field(default_factory=list)
     calls: list[list[tuple[str, Any]]] = field(default_factory=list)
     drew: tuple[str, ...] = ()
     changed: list[str] = field(default_factory=list)

@@ -5,8 +5,6 @@ backward has ended, `Record` gives the blocks to save from then on. Every step i
 budget raises at once, a backward at its end, when all gradients are complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -79,7 +77,7 @@ class _Planned:
     ``backwards``: by the sizes in a forward, the live bytes when its backward began, and their peak in this backward.
     """
 
-    regions: PlannedRegions
+    regions: "PlannedRegions"
     sizes: Sizes
     plan: RegionsPlan
     step_bytes: int

@@ -9,8 +9,6 @@ pseudocode is wrong, the function that differs says so. B continues until nothin
 the cheapest schedule on the way that fits. So a smaller budget never gives a higher peak or a lower cost.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,7 +84,7 @@ class Intermediate:
         """Freed bytes per unit of recomputation time."""
         return self.memory_size / max(self.total_recomp_time, 1e-12)
 
-    def replace_source(self, dropped: Intermediate) -> None:
+    def replace_source(self, dropped: "Intermediate") -> None:
         """Algorithms E and F: read the sources of `dropped` instead of `dropped`, which is recomputed from them."""
         self.recomp_srcs = (self.recomp_srcs - {dropped.rank}) | dropped.recomp_srcs
         self.recomp_nodes |= dropped.recomp_nodes

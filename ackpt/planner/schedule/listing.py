@@ -9,8 +9,6 @@ Operations run below autograd, which has nothing to record here; AOTAutograd cou
 Calls around recomputed operations let a meter tell what was recomputed.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -43,7 +41,7 @@ class Line:
     meta: dict[str, Any] = field(default_factory=dict)
     is_size: bool = False
     is_recomputed: bool = False
-    inputs: tuple[Line, ...] = field(init=False)
+    inputs: "tuple[Line, ...]" = field(init=False)
 
     def __post_init__(self) -> None:
         inputs: dict[Line, None] = {}

@@ -1,7 +1,5 @@
 """`Plan`: a schedule with its simulated peak, its cost and every activation's fate; saved as JSON for its graph."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -261,7 +259,7 @@ class Plan:
         return write_text_atomic(path, json.dumps(data) + "\n")
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
         """The plan that `save` wrote.
 
         Raises:

@@ -7,8 +7,6 @@ storage counts on the device until it is freed there, which is allowed only afte
 on. Its copy in host memory is counted separately, until the last step that names the storage.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ CATEGORIES = ("gradients", "activations", "recomputed", "temporaries")
 _GRADIENT, _ACTIVATION, _RECOMPUTED, TEMPORARY, HOST = range(5)
 
 
-def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> Live:
+def follow(graph: JointGraph, schedule: Schedule, workspace_bytes) -> "Live":
     """Every allocation and free of `schedule`, in order."""
     check_same(graph, schedule.graph, "schedule")
     live = Live(graph, schedule, workspace_bytes)

@@ -9,8 +9,6 @@ The choices that save everything, or recompute a complete block, are those of ea
 `ackpt.checkpoint`; the others are those of ``fully_shard(ackpt.compile(block, ...))``.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -377,7 +375,7 @@ class Table:
         clipping: bool = False,
         selective: Choice | None = None,
         every_n_layers: int = 1,
-        baseline: Table | None = None,
+        baseline: "Table | None" = None,
     ):
         self.groups, self.sharding, self.blocks = with_last_kept(groups, sharding), sharding, blocks
         self.count = len(groups) - 1

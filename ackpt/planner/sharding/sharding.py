@@ -9,8 +9,6 @@ buffer that is live until the next one. The root is gathered first and reduced l
 Source: ``torch/distributed/fsdp/_fully_shard`` of torch 2.13, ``_fsdp_param_group.py`` and ``_fsdp_collectives.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import Counter, defaultdict
@@ -240,7 +238,7 @@ class Memory(NamedTuple):
     key: tuple
     blocks: tuple[int, ...] = ()
 
-    def of(self, group: int) -> Memory:
+    def of(self, group: int) -> "Memory":
         return self._replace(key=(group, *self.key[1:]))
 
 
@@ -256,7 +254,7 @@ class Window:
     events: tuple[tuple[int, int], ...]
     memory: tuple[Memory, ...] = ()
 
-    def relative(self, to: int) -> Window:
+    def relative(self, to: int) -> "Window":
         """The same window of block `to`, whose memory belongs to groups as far from it as from this one."""
         groups = (each.key[0] and each.key[0] - self.group + to for each in self.memory)  # 0 is the root
         return replace(self, group=to, memory=tuple(each.of(group) for each, group in zip(self.memory, groups)))

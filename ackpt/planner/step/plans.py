@@ -5,8 +5,6 @@ the cheapest of its schedules runs whose simulated peak is within the budget, or
 the lowest peak within it. If none keeps the budget, a search at these sizes adds its schedules to the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -286,7 +284,7 @@ class Translation(NamedTuple):
     storages: dict[int, int]
 
     @staticmethod
-    def between(one: JointGraph, other: JointGraph) -> Translation | None:
+    def between(one: JointGraph, other: JointGraph) -> "Translation | None":
         """From `one` to `other`, which is an instance of a capture with symbols; None if they differ otherwise."""
         nodes, storages, left = {}, {}, iter(one.nodes)
         place: dict[int, int] = {}  # also of what has no node of its own

@@ -6,8 +6,6 @@ of torch reports. On a GPU the allocator's peak shows whether the step stayed wi
 none.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +64,7 @@ class Room(NamedTuple):
     whole: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Room | None:
+    def of(cls, plan: Plan) -> "Room | None":
         """The room of `plan`; None if it has no limit."""
         if (limit := plan.limit_bytes) is None:
             return None

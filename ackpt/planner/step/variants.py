@@ -5,8 +5,6 @@ if sizes differ from earlier ones in some dimensions, the step is captured once 
 model that cannot be captured as one graph is planned in parts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time
@@ -116,7 +114,7 @@ class _Group:
         """The number of sizes that a capture with dynamic dimensions runs."""
         return sum(variant.captured is step.captured for each in self.variants.values() for variant in each)
 
-    def hand_over(self, variant: Variant, sizes: Sizes, other: _Group) -> None:
+    def hand_over(self, variant: Variant, sizes: Sizes, other: "_Group") -> None:
         """Move the capture that was made last, which runs `variant` only, to `other`."""
         self.variants[sizes].remove(variant)
         if not self.variants[sizes]:

@@ -4,8 +4,6 @@ The model and its inputs have no data: they are on the meta device, so any machi
 device. With a device profile the step is captured as a GPU would run it, see `CapturedCudaChoices`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -248,7 +246,7 @@ class Planned:
         parts = {"forward": live[: boundary + 1], "backward": live[boundary:end], "optimizer": live[end:]}
         return {name: self.plan.resident_bytes + max(part) for name, part in parts.items() if part}
 
-    def that_fits(self, chunk_head: bool | str = False) -> Planned:
+    def that_fits(self, chunk_head: bool | str = False) -> "Planned":
         """The plan of policy auto that fits the device, or a BudgetError with the least reserved bytes."""
         assert self.device is not None and self.memory is not None
         room = max(1, self.device.memory_bytes - self.memory.context)

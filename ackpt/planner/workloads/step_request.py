@@ -4,8 +4,6 @@ The models are those of `ackpt.models` by name, and those of transformers from a
 an optimizer by its name; `ackpt.planner.capture.optimizer_state` counts its memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -61,7 +59,7 @@ class StepRequest:
     image_size: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    lora: Lora | None = None
+    lora: "Lora | None" = None
 
     def __post_init__(self):
         if self.lora is not None and not self.model.startswith(TRANSFORMERS):
@@ -161,7 +159,7 @@ class Lora:
     fields: dict[str, Any]
 
     @classmethod
-    def parsed(cls, texts: list[str]) -> Lora:
+    def parsed(cls, texts: list[str]) -> "Lora":
         """The adapters that the texts of ``--lora`` describe: FIELD=VALUE, or the path of an adapter_config.json."""
         fields: dict[str, Any] = {}
         for text in texts:

@@ -7,8 +7,6 @@ gradients of parameters stay allocated once they exist, the first forward costs 
 last output may save a part of every block (a `Partial`), from which recomputing it is cheaper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -167,7 +165,7 @@ class ChainTable:
             self._offer_stretches(best, s, t, partial, new, incoming)
         return self._rows.add(best)
 
-    def _offer_stretches(self, best: _Best, s: int, t: int, partial: int, new: int, incoming: int) -> None:
+    def _offer_stretches(self, best: "_Best", s: int, t: int, partial: int, new: int, incoming: int) -> None:
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
 
         `partial`: what is saved of the blocks up to `t` before. Costs do not rise with memory. So a stretch is of use
