@@ -22,6 +22,7 @@ import experiments  # noqa: F401  its models are among those that the planner kn
 from ackpt.metering.meter import Measurement
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.patches import kernels
+from ackpt.planner.schedule.listing import boxed
 from ackpt.planner.workloads import planned_shapes
 
 # The committed rates of a CPU, for subprocesses too: plans do not depend on the machine that runs the tests.
@@ -357,17 +358,8 @@ def fresh_dynamo():
 
 @pytest.fixture
 def no_inductor(monkeypatch):
-    """Run the operations one by one: Inductor would compile for minutes, and Dynamo does the same in front of it."""
-    from steps import run_boxed
-    from torch._dynamo.backends.common import aot_autograd
-
-    def run(gm, example_inputs, custom_partitioner_fn=None, **_):
-        if custom_partitioner_fn is None:
-            return gm.forward
-        compilers = {"fw_compiler": run_boxed, "bw_compiler": run_boxed, "partition_fn": custom_partitioner_fn}
-        return aot_autograd(**compilers, keep_inference_input_mutations=True)(gm, example_inputs)
-
-    monkeypatch.setattr("ackpt.planner.backend.dynamo._by_inductor", run)
+    """Run the operations one by one: Inductor would compile for minutes."""
+    monkeypatch.setattr("ackpt.planner.step.compiled_schedule.ByInductor", boxed)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ackpt.planner.capture.in_place import autograd_node, eager_graph
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
 from ackpt.planner.costs.devices import Device
-from ackpt.planner.costs.profiles import Profile, default_rates
+from ackpt.planner.costs.profiles import Profile, default_rates, fused
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
 from ackpt.planner.policies import auto, check_options, function_of, name_of
@@ -109,11 +109,15 @@ def default_profile(
 ) -> Profile:
     """The profile at the rates of `device`: by default those of the GPU or CPU that holds the tensors.
 
+    Elementwise operations have the times with which Inductor fuses them if the graph is for it.
     The workspace is measured where the graph can run here, unless it is given as `workspace_bytes`. On a CPU there are
     no times of copies: host memory is the device's own.
     """
     is_measured = workspace_bytes is None and graph.on_cpu and graph.has_data
-    profile = profiled(graph, device or default_rates(graph), workspace="measured" if is_measured else "given")
+    device = device or default_rates(graph)
+    profile = profiled(graph, device, workspace="measured" if is_measured else "given")
+    if device is not None and not graph.replays_random:
+        profile = fused(graph, profile, device)
     swap_seconds = None if graph.on_cpu else profile.swap_seconds
     return replace(profile, workspace_bytes=workspace_bytes or profile.workspace_bytes, swap_seconds=swap_seconds)
 

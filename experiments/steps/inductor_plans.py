@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch._dynamo.exc import BackendCompilerFailed
 
 from ackpt.core.errors import BudgetError
 from ackpt.planner.costs.devices import Device, with_all_dtypes
@@ -30,9 +29,7 @@ def planned_by_inductor(work: Workload, runs: Runs, limit: int | None, policy: s
     with fresh_dynamo():
         try:
             results = runs.generated(torch.compile(work.model, backend="ackpt", options=options))
-        except BackendCompilerFailed as failed:
-            if not isinstance(failed.inner_exception, BudgetError):
-                raise
-            return {"least_bytes": failed.inner_exception.least_bytes}
+        except BudgetError as error:
+            return {"least_bytes": error.least_bytes}
     (planned,) = plans
     return promised(planned) | results

@@ -1,53 +1,31 @@
 """The backend ``"ackpt"`` of ``torch.compile``: ``torch.compile(model, backend="ackpt", options={"budget": ...})``.
 
-Without Inductor, the model is not given to Dynamo: `without_dynamo` runs it as a `PlannedStep`, which serves all sizes.
-
-With ``compiler="inductor"``, Dynamo captures the model, the plan goes through Inductor's partitioner hook, and Inductor
-compiles both halves, for every shape separately. It fuses and reorders operations, so the peak is not exactly the
-simulated one. It draws its own random numbers, so results of random operations are saved, never recomputed.
-
-Before torch 2.13 Dynamo loses gradients of some autograd.Functions. This module refuses one that returns a tensor which
-it changed in place. It cannot recognize one that is called with the same tensor twice, or that changes its input and
-whose result is unused. Without Inductor, these cases are right, too.
+Dynamo compiles a model again for every new fact about its inputs, gives up after a few times, and cannot capture all
+that `ackpt.compile` can. So the model is not given to Dynamo: its calls run a `PlannedStep`, which captures it at the
+first call that needs gradients. With ``compiler="inductor"``, Inductor compiles the two halves of that step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import BufferAOTInput, GradAOTOutput, ParamAOTInput
-from torch._guards import CompileContext, TracingContext, detect_fake_mode
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.budget import is_share
-from ackpt.core.errors import BudgetError, TraceError
-from ackpt.planner.capture.inspection.outside_values import warn_of_checkpoints
-from ackpt.planner.capture.outputs import no_gradient, without_gradient
-from ackpt.planner.capture.patches.eager_settings import like_eager
-from ackpt.planner.capture.patches.python_kernels import cast_once, is_weight
-from ackpt.planner.capture.tracing import described_graph, prepared
-from ackpt.planner.choose import check_runs, default_profile, plan_by_policy
-from ackpt.planner.costs.profiles import default_rates, fused
+from ackpt.checkpointing.reachable import LONGEST_CONTAINER, bound, global_names
+from ackpt.core.errors import TraceError, check_misspelt
 from ackpt.planner.request import Request
-from ackpt.planner.step.compiled_schedule import (
-    backward_node,
-    before_backward,
-    depends_on,
-    gradient_strides,
-    gradients_as_planned,
-    leave_undefined,
-    refuse_other_modes,
-    rewritten_for,
+from ackpt.planner.step.planned_step import PlannedStep, put_in_place, without_budget
+
+_OPTIONS = (
+    *("budget", "slowdown", "policy", "differentiate", "compiler", "on_plan", "device_profile", "chunk_head"),
+    *("outputs", "optimizer", "accumulation", "scaler", "cache"),
 )
-
-from .dynamo_calls import check_compiled_here, checked, install, runs_graph
-
-_CHECKPOINT: Any = torch.ops.higher_order.tag_activation_checkpoint
-_FUNCTION: Any = torch.ops.higher_order.autograd_function_apply
 
 
 def backend(
@@ -55,28 +33,26 @@ def backend(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-) -> Callable[..., Any]:
+) -> NoReturn:
     """The backend ``"ackpt"`` of ``torch.compile``: training steps run as planned; evaluation runs the model itself.
 
     ``torch.compile(model, backend="ackpt", options=...)`` and ``model.compile(...)`` use it by its name. A function
     that contains models, such as one that computes a loss, may take the place of the model.
 
     Args:
-        gm: the graph that Dynamo has captured, for the compiler ``"inductor"``; it must be the complete model.
-        example_inputs: fake tensors.
+        gm, example_inputs: unused; ``torch.compile`` does not give the model to Dynamo, see `WithoutDynamo`.
         options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``,
             ``device_profile``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in `ackpt.compile`;
             ``on_plan``, a function that is called with every plan before it runs; ``compiler``: ``"eager"``, the
-            default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles them, and
-            takes none of the options from ``outputs`` to ``cache``.
+            default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles forward
+            and backward, for every shape separately. It fuses and reorders operations, so the peak is not exactly the
+            simulated one, and it cannot replay random numbers, so their results are saved. It takes no ``cache``.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
         BudgetError: by a call whose budget is infeasible. One capture serves all sizes, and a fraction is relative to
             the baseline of the same call.
-        TraceError: by a call that cannot be captured as one graph; names the line. With Inductor also where
-            DistributedDataParallel has the graph cut, and by every call that needs gradients and that Dynamo would run
-            without a plan, as it does after ``torch._dynamo.config.recompile_limit`` shapes.
+        TraceError: by a call that cannot be captured as one graph; names the line.
         TypeError, ValueError: for an option that is wrong, and for what cannot be captured, as in `ackpt.compile`.
 
     Example:
@@ -89,161 +65,148 @@ def backend(
         >>> plans[0].policy
         'full'
     """
-    use = checked(options, mode)
-    check_compiled_here(use.compiler)
-    _refuse_pieces()
-    _refuse_lost_gradients(gm)
-    if not torch.is_grad_enabled():  # evaluation, which needs no plan
-        return _by_inductor(gm, example_inputs)
-    for value in example_inputs:
-        # A plan is valid for one shape: guard on it, so that another shape is compiled and planned again.
-        for size in value.shape if isinstance(value, torch.Tensor) else [value]:
-            int(size)
-    if not any(isinstance(value, torch.Tensor) and value.requires_grad for value in example_inputs):
-        return _counted(gm.forward, planned=False)  # nothing requires grad
-    graphs = [part.graph for part in gm.modules() if isinstance(part, fx.GraphModule)]
-    if any(graph.find_nodes(op="call_function", target=_CHECKPOINT) for graph in graphs):
-        warn_of_checkpoints()
-    partition = _Partition(gm, use)
-    output = next(node for node in gm.graph.nodes if node.op == "output")
-    returned = output.args[0]
-    refused = without_gradient([node.meta.get("example_value") for node in returned], use.differentiate)
-    for place in refused:
-        with gm.graph.inserting_before(output):
-            detached = gm.graph.call_method("detach", (returned[place],))
-            detached.meta["example_value"] = returned[place].meta["example_value"].detach()
-        returned = (*returned[:place], detached, *returned[place + 1 :])
-    output.args = (returned,)
-    if torch.is_autocast_cache_enabled():
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        weights = [node for node in placeholders if is_weight(node.meta.get("example_value"))]
-        with gm.graph.inserting_after(placeholders[-1]):
-            gm.graph.call_function(cast_once, tuple(weights))
-        with gm.graph.inserting_before(output):
-            gm.graph.call_function(cast_once)
-    gm.recompile()
-    # A cached step would contain the plan of another budget.
-    with like_eager(detect_fake_mode(example_inputs)), functorch_config.patch(enable_autograd_cache=False):
-        run = _by_inductor(gm, example_inputs, custom_partitioner_fn=partition, fx_graph_cache=False)
-
-    def call(*args):
-        outputs = list(run(*args))
-        if (node := backward_node(outputs)) is not None:
-            before_backward(node, [refuse_other_modes, gradients_as_planned(node, outputs, partition.strides)])
-            leave_undefined(node, outputs, partition.depends)
-        for place in refused:
-            outputs[place] = no_gradient(outputs[place])
-        return outputs
-
-    return _counted(call, planned=True)
+    raise TraceError(
+        'this backend was not called through torch.compile(model, backend="ackpt", options=...), which runs the model '
+        "without Dynamo: call torch.compile with the name of the backend"
+    )
 
 
-install(backend)
+def _install() -> None:
+    """Let every later ``torch.compile`` with this backend run the model as a `PlannedStep`.
 
-
-def _by_inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Any:
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(gm, example_inputs, config_patches=settings or None)
-
-
-def _counted(run, planned: bool):
-    def call(*args):
-        runs_graph(planned)
-        return run(*args)
-
-    return call
-
-
-class _Partition(CustomPartitionerFn):
-    """Plans the joint graph that Inductor passes, and splits it as planned."""
-
-    def __init__(self, gm: fx.GraphModule, request: Request):
-        self.request = request
-        self.kinds = {}
-        self.depends: tuple[frozenset[int] | None, ...] = ()
-        self.strides: dict[int, tuple[int, ...]] = {}
-        placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-        for index, node in enumerate(placeholders):
-            value = node.meta.get("example_value")
-            if isinstance(value, nn.Parameter):
-                self.kinds[index] = ParamAOTInput(node.name)
-            elif "buffers" in node.name:
-                self.kinds[index] = BufferAOTInput(node.name)
-
-    def __call__(self, joint, joint_inputs, *, num_fwd_outputs, **_):
-        for node in joint.graph.nodes:
-            what = node.meta.get("desc")
-            if node.op == "placeholder" and getattr(what, "idx", None) in self.kinds:
-                node.meta["desc"] = self.kinds[what.idx]
-            elif node.op == "output":
-                node.meta["desc"] = [self._gradient(what) for what in node.meta["desc"]]
-        # Inductor's passes keep the old shapes and aliases of nodes that they replace.
-        again = FakeTensorProp(joint, detect_fake_mode(joint_inputs))
-        with torch.no_grad():
-            again.propagate_dont_convert_inputs(*tree_leaves(joint_inputs))  # inputs, tangents
-        prepared(joint)
-        graph = described_graph(joint, replays_random=False)
-        self.depends, self.strides = depends_on(graph), gradient_strides(graph.analysis)
-        use = self.request
-        try:
-            device = use.device or default_rates(graph)
-            profile = default_profile(graph, device)
-            if device is not None:
-                profile = fused(graph, profile, device)
-            made = check_runs(graph, plan_by_policy(graph, use, profile))
-        except BudgetError as error:
-            compile_id = CompileContext.current_compile_id()
-            is_first = compile_id is None or not compile_id.frame_compile_id  # of this code, for any shapes
-            if is_first or not is_share(use.budget):
-                raise
-            raise BudgetError(
-                f"{error} The model was compiled before, for other arguments or in another mode, and a fraction is "
-                "relative to the baseline's dynamic peak with the current arguments: give bytes, such as '6GiB', or a "
-                "larger fraction, leave a smaller last batch out, as a DataLoader with drop_last=True does, and "
-                "evaluate under torch.no_grad().",
-                error.least_bytes,
-                use.budget,
-            ) from None
-        if use.on_plan is not None:
-            use.on_plan(made)
-        rewritten = rewritten_for(num_fwd_outputs, graph, made.schedule)
-        return rewritten.forward, rewritten.backward
-
-    def _gradient(self, what):
-        kind = self.kinds.get(getattr(getattr(what, "grad_of", None), "idx", None))
-        return what if kind is None else GradAOTOutput(kind)
-
-    def uuid(self):
-        return None
-
-
-def _refuse_pieces() -> None:
-    """Refuse graphs within DistributedDataParallel, where Dynamo compiles one for each bucket of gradients."""
-    if TracingContext.get().fakify_first_call:  # what torch asks of such a piece alone
-        raise TraceError(
-            "in DistributedDataParallel, torch.compile cuts the model where a bucket of gradients ends. A budget holds "
-            "for a whole step: set torch._dynamo.config.optimize_ddp = False, or use "
-            "DistributedDataParallel(ackpt.compile(model, ...))."
-        )
-
-
-def _refuse_lost_gradients(gm: fx.GraphModule) -> None:
-    """Torch 2.11 gives zeros as the gradient of an autograd.Function that returns what it changed in place.
-
-    Dynamo then returns that tensor twice. Source: pytorch#180642.
+    Torch: ``torch._dynamo.optimize``, through which ``torch.compile`` enters Dynamo (2.11 to 2.15).
     """
-    for part in gm.modules():  # the bodies of checkpointed regions are modules of it
-        found = part.graph.find_nodes(op="call_function", target=_FUNCTION) if isinstance(part, fx.GraphModule) else []
-        for node in found:
-            body: Any = part.get_submodule(node.args[0].target)
-            (output,) = body.graph.find_nodes(op="output")
-            returned = [getattr(value, "meta", {}).get("example_value") for value in output.args[0][0]]
-            for value in [returned[user.args[1]] for user in node.users if user.users]:
-                if isinstance(value, torch.Tensor) and sum(other is value for other in returned) > 1:
-                    raise TraceError(
-                        "this version of torch loses the gradient of an autograd.Function that returns a tensor which "
-                        f"it changed in place, here of shape {list(value.shape)}:\n{(node.stack_trace or '').rstrip()}"
-                        "\nReturn the result of an operation out of place, use a newer torch, or use ackpt.compile, "
-                        "which captures the model without dynamo."
-                    )
+    dynamo: Any = torch._dynamo
+    optimize = dynamo.optimize
+
+    @functools.wraps(optimize)
+    def optimize_or_plan(*args, **kwargs):
+        wrapper: Any = kwargs.get("backend", args[0] if args else None)
+        context: Any = optimize(*args, **kwargs)
+        # Of torch.compile(disable=True), it is none.
+        if getattr(wrapper, "compiler_fn", None) is not backend or not isinstance(context, OptimizeContext):
+            return context
+        request = checked(wrapper.kwargs.get("options"), wrapper.kwargs.get("mode"))
+        dynamic = kwargs.get("dynamic") if request.compiler == "eager" else False
+        return WithoutDynamo(replace(request, dynamic=dynamic))
+
+    dynamo.optimize = optimize_or_plan
+
+
+def checked(options: Any, mode: str | None = None) -> Request:
+    """The request that the user's `options`, a dict or None, describe; a TypeError or ValueError names a wrong one."""
+    if mode is not None:
+        raise ValueError(
+            f"mode {mode!r} is one of Inductor's: leave it out; options={{'compiler': 'inductor'}} uses it"
+        )
+    if not isinstance(options, (Mapping, type(None))):
+        raise TypeError(f"options must be a dict such as {{'budget': '6GiB'}}, got {type(options).__name__}")
+    rest = dict(options or {})
+    if foreign := sorted({"plan", "dynamic"} & set(rest)):
+        raise TypeError(
+            f"{foreign[0]!r} is not an option of this backend: use ackpt.compile(model, ..., {foreign[0]}=...)"
+        )
+    check_misspelt(rest, _OPTIONS, "this backend")
+    given = {name: rest.pop(name) for name in _OPTIONS if name in rest}
+    request = Request.from_keywords(**given, options=rest)
+    if request.compiler == "inductor" and "cache" in given:
+        raise TypeError("'cache' is not an option of compiler 'inductor', whose plans are not cached")
+    return request
+
+
+_DEPTH = 4  # levels of helper functions, containers and plain objects in which modules are looked for
+
+
+@dataclass(frozen=True)
+class WithoutDynamo:
+    """What ``torch.compile`` applies to a model or function, in place of Dynamo.
+
+    ``model``: the one that an ``OptimizedModule`` runs.
+    """
+
+    request: Request
+    model: nn.Module | None = None
+
+    def __call__(self, function: Any) -> Any:
+        if self.model is not None:
+            return PlannedStep(self.model, self.request).forward
+        if isinstance(function, nn.Module):
+            return PlannedModule(function, replace(self, model=function))  # pyright: ignore[reportArgumentType]
+        if not callable(function) or inspect.isclass(function):
+            raise TypeError(f"give torch.compile a module or a function, got {function!r}")
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, nn.Module) and function.__name__ == "_call_impl":  # owner.compile()
+            torch._dynamo.reset()  # what was compiled before has the model's own operations in it
+            with without_budget(owner):
+                step = PlannedStep(owner, self.request)
+            put_in_place(step)
+            return None  # for `_compiled_call_impl`: what stands in for forward runs the plan
+        steps: dict[tuple[nn.Module, ...], PlannedStep] = {}  # by the modules among the arguments
+        steps[()] = PlannedStep(_Function(function), self.request)
+
+        @torch._dynamo.disable  # inside another compiled function Dynamo would inline it, without its plan
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            given = tuple(each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Module))
+            if given not in steps:
+                steps[given] = PlannedStep(_Function(function, given), self.request)
+            return steps[given].forward(*args, **kwargs)
+
+        return call
+
+
+class PlannedModule(OptimizedModule):
+    """A model of ``torch.compile``; within functions that Dynamo compiles, it still runs as planned.
+
+    Dynamo looks into instances of ``OptimizedModule`` itself, and would compile the model that it wraps.
+    """
+
+
+class _Function(nn.Module):
+    """A function as a module, whose submodules are its arguments `given` and the modules that it refers to."""
+
+    def __init__(self, function: Callable[..., Any], given: tuple[nn.Module, ...] = ()):
+        super().__init__()
+        for name, module in _modules_in([*given, function], "model", _DEPTH, set()):
+            if module not in self._modules.values():
+                names = (name, *(f"{name}_{number}" for number in range(2, len(self._modules) + 3)))
+                self._modules[next(each for each in names if not hasattr(self, each))] = module
+        self.forward = function
+
+
+def _modules_in(value, name: str, depth: int, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of the modules that `value` is, contains or, as a function, refers to."""
+    if isinstance(value, nn.Module):
+        yield name, value
+    elif depth > 0 and id(value) not in seen:
+        seen.add(id(value))
+        for inner, item in _items(value, name):
+            yield from _modules_in(item, inner, depth - 1, seen)
+
+
+def _items(value, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield from ((name, each) for each in (value.func, *value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, types.MethodType):
+        yield from ((name, each) for each in (value.__self__, value.__func__))
+    elif isinstance(value, types.FunctionType):
+        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+            if bound(cell):
+                yield key, cell.cell_contents
+        yield from ((name, each) for each in (value.__defaults__ or ()))
+        yield from (value.__kwdefaults__ or {}).items()
+        read, _ = global_names(value.__code__)
+        for key in read:
+            each = value.__globals__.get(key)
+            if not isinstance(each, types.FunctionType) or each.__module__ == value.__module__:
+                yield key, each
+    elif isinstance(value, (list, tuple)) and len(value) <= LONGEST_CONTAINER:
+        yield from ((name, each) for each in value)
+    elif isinstance(value, dict) and len(value) <= LONGEST_CONTAINER:
+        yield from ((str(key).replace(".", "_"), each) for key, each in value.items())
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+        yield from vars(value).items()
+
+
+_install()

@@ -82,7 +82,9 @@ def trace(
         return captured_graph(captured, model, Loop(optimizer, accumulation))
 
 
-def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModule | None = None) -> JointGraph:
+def captured_graph(
+    captured: Capture, model, loop: Loop, instance: fx.GraphModule | None = None, replays_random: bool = True
+) -> JointGraph:
     """The graph of a captured step; `instance`: its module at the sizes of the call, if it has dynamic dimensions."""
     if instance is None:
         prepared(captured.joint.graph_module)
@@ -92,6 +94,7 @@ def captured_graph(captured: Capture, model, loop: Loop, instance: fx.GraphModul
         made_for={**captured.made_for, **({CHECKPOINTS: "left out"} if captured.reads.has_checkpoints else {})},
         as_compiled=captured.reason,
         keeps_outputs=captured.keeps_outputs,
+        replays_random=replays_random,
     )
     graph = with_loop(graph, model, loop)
     return graph if loop.loss is None else loop.loss.counted(graph, lambda tensors: captured.outputs(tensors, {}))

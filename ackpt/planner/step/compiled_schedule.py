@@ -8,10 +8,12 @@ import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import GmWrapper
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from torch.fx._lazy_graph_module import _LazyGraphModule
@@ -20,6 +22,7 @@ from ackpt.checkpointing.guards import BACKWARD_FIRST, Watch
 from ackpt.core.autograd_state import version
 from ackpt.core.errors import CheckpointError, TraceError
 from ackpt.core.progress import stage
+from ackpt.metering.run_alone import in_new_thread
 from ackpt.planner.capture.aot import Capture
 from ackpt.planner.capture.chunked_head import WITHHELD
 from ackpt.planner.capture.dynamic_sizes import DynamicModule
@@ -52,7 +55,8 @@ def compiled_schedule(
         rewritten = rewritten_for(num_fwd_outputs, graph, schedule, dynamic)
         halves = rewritten.forward_listing, rewritten.backward_listing
         outlines = [_outline(half) for half in halves]
-        functions.extend(boxed(rewritten.root, half) for half in halves)
+        run = boxed if graph.replays_random else ByInductor
+        functions.extend(run(rewritten.root, half) for half in halves)
         return outlines
 
     stage("compiling the schedule")
@@ -85,6 +89,31 @@ def compiled_schedule(
         return outputs
 
     return run_step
+
+
+class ByInductor:
+    """A half of a step, as a function of one list that it empties; Inductor compiles it in the first call."""
+
+    _boxed_call = True
+
+    def __init__(self, root: torch.nn.Module, half: Listing):
+        self._module, self._run = fx.GraphModule(root, half.graph()), None
+
+    def __call__(self, values: list[Any]) -> list[Any]:
+        if self._run is None:
+            self._run = in_new_thread(partial(self._compiled, values))  # outside of autograd's and AOTAutograd's modes
+        with torch.no_grad():
+            return list(self._run(values))
+
+    @torch.no_grad()
+    def _compiled(self, values: list[Any]) -> Callable[[list[Any]], Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        # Random numbers are eager's; operations are recomputed where the plan has them.
+        settings = {"fallback_random": True, "reorder_for_locality": False}
+        module: Any = GmWrapper(self._module, list)
+        compiled: Any = compile_fx(module, values, config_patches=settings)
+        return compiled
 
 
 def rewritten_for(

@@ -53,7 +53,7 @@ class CapturedStep:
     ``reference``: the graph at these sizes; its schedules run at all sizes. ``names``: of the call's tensors, by leaf.
     """
 
-    def __init__(self, captured: Capture, call: Call, model, loop: Loop):
+    def __init__(self, captured: Capture, call: Call, model, loop: Loop, replays_random: bool = True):
         self.captured = captured
         self.module: DynamicModule | None = None
         self.sizes: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class CapturedStep:
             self.module.require_known_sizes()
             self.dimensions, self.sizes = captured.symbols.dimensions, captured.symbols.values(call.leaves)
             instance = self.module.at(self.sizes)
-        self.reference: JointGraph = captured_graph(captured, model, loop, instance)
+        self.reference: JointGraph = captured_graph(captured, model, loop, instance, replays_random)
         self.names = {at: name for name, at in named_tensors(model, call)}
         self._functions: dict[tuple, Callable[[Any, Strides], list[Any]]] = {}
         self._strides = gradient_strides(self.reference.analysis, None if self.module is None else self.module.fx)

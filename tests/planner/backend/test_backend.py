@@ -56,7 +56,6 @@ def test_three_steps_are_bit_equal_to_eager(policy):
         ({"cache": 3}, "cache"),
         ({"compiler": "inductor", "cache": "folder"}, "'cache' is not an option of compiler 'inductor'"),
         ({"on_plan": 3}, "on_plan must be a function of a plan, got int"),
-        ({"compiler": "inductor", "outputs": "keep"}, "'outputs' is not an option of compiler 'inductor'"),
         ({"budgt": 0.5}, "'budgt' is not a keyword of this backend: did you mean 'budget'"),
         ({"compilr": "inductor"}, "'compilr' is not a keyword of this backend: did you mean 'compiler'"),
     ],
@@ -91,7 +90,7 @@ class Branches(Net):
 def test_a_branch_on_values_is_refused():
     with pytest.raises(ackpt.TraceError, match=r"looks at the values of a tensor at .*test_backend.py.*h.sum\(\) > 0"):
         compiled(Branches(), policy="none")(torch.randn(4, 8))
-    with pytest.raises(ackpt.TraceError, match=r"if h.sum\(\) > 0.*cannot look at values.*use torch.where"):
+    with pytest.raises(ackpt.TraceError, match=r"looks at the values of a tensor at .*test_backend.py.*h.sum\(\) > 0"):
         compiled(Branches(), policy="none", compiler="inductor")(torch.randn(4, 8))
 
 

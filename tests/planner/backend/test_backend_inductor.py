@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -46,9 +47,51 @@ def test_inductor_saves_the_planned_activations():
     assert len(set(sizes)) == 2
 
 
+def test_random_numbers_are_those_of_eager_mode():
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1)), torch.randn(4, 8)
+    step, losses = torch.compile(model, backend="ackpt", options={"compiler": "inductor", "policy": "full"}), []
+    for call in (model, step):
+        torch.manual_seed(1)
+        losses.append(call(x).square().mean())
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_length_has_its_plan(in_place, no_inductor):
+    """Dynamo gives up after some compilations of one model, which then runs without a plan."""
+    model, plans = net(), []
+    options = {"compiler": "inductor", "policy": "full", "on_plan": plans.append}
+    step = torch.compile(model, backend="ackpt", options=options)
+    if in_place:
+        model.compile(backend="ackpt", options=options)
+        step = model
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (1, 2, 3, 4, 2):
+            step(torch.ones(rows, 8)).sum().backward()
+            model.zero_grad()
+        with torch.no_grad():
+            assert not step(torch.ones(5, 8)).requires_grad
+    assert len(plans) == 4
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input
+@pytest.mark.usefixtures("fresh_dynamo", "no_inductor")
+@pytest.mark.parametrize("is_function", [False, True])
+def test_inside_another_compiled_function(is_function):
+    model, x, plans = net(), torch.randn(4, 8), []
+    options = {"compiler": "inductor", "on_plan": plans.append}
+    inner = torch.compile((lambda x: model(x)) if is_function else model, backend="ackpt", options=options)
+    torch.compile(lambda x: inner(x * 1) * 1, backend=CompileCounter())(x).sum().backward()
+    found = [each.grad.clone() for each in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(torch.equal(each.grad, gradient) for each, gradient in zip(model.parameters(), found))
+    assert len(plans) == 1
+
+
 def test_inductors_plans_have_fused_costs(monkeypatch):
     seen = []
-    monkeypatch.setattr("ackpt.planner.backend.dynamo.fused", lambda graph, costs, device: seen.append(device) or costs)
+    monkeypatch.setattr("ackpt.planner.choose.fused", lambda graph, costs, device: seen.append(device) or costs)
     model = torch.compile(
         torch.nn.Linear(8, 8), backend="ackpt", options={"compiler": "inductor", "device_profile": "t4"}
     )
