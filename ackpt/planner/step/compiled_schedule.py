@@ -91,13 +91,19 @@ def compiled_schedule(
     return run_step
 
 
+_VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+
+
 class ByInductor:
     """A half of a step, as a function of one list that it empties; Inductor compiles it in the first call."""
 
     _boxed_call = True
 
     def __init__(self, root: torch.nn.Module, half: Listing):
-        self._module, self._run = fx.GraphModule(root, half.graph()), None
+        graph = half.graph()
+        for node in (node for view in _VIEWS for node in graph.find_nodes(op="call_function", target=view)):
+            node.target = torch.ops.aten.reshape.default  # Inductor's strides may be others than eager's
+        self._module, self._run = fx.GraphModule(root, graph), None
 
     def __call__(self, values: list[Any]) -> list[Any]:
         if self._run is None:
