@@ -287,11 +287,12 @@ class Read:
     `value`: the tensor; a weak reference if no name leads to it. ``is_new``: whether it may exist for one run only. In
     the first run it is gone at the end, because the run has made it by a call that a recorder does not see, or an outer
     region has made it; in the recomputation, the first run did not read it. Two of these are compared by the `mark` of
-    their bits. ``version``: at the first read.
+    their bits. ``version``: at the first read; ``uses``: the number of reads.
     """
 
     def __init__(self, value, name: str, is_new: bool, version: int, mark: Any = None):
         self._value, self.name, self.is_new, self.version, self.mark = value, name, is_new, version, mark
+        self.uses = 1
 
     @property
     def value(self):
@@ -359,11 +360,13 @@ class Path:
 
         self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
-        self.sources = [[*sources] for _, _, sources in calls]
-        for sources in self.sources:
-            for at, source in enumerate(sources):
-                if type(source) is tuple:
-                    sources[at] = (numbers[source[0]], source[1]) if source[0] in numbers else None
+        self.sources = [
+            [
+                source if type(source) is not tuple else (numbers[source[0]], source[1]) if source[0] in numbers else None
+                for source in sources
+            ]
+            for _, _, sources in calls
+        ]
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -86,6 +87,7 @@ def _spellings(names: str) -> set:
 _DATA: Any = torch.Tensor.data
 _MAY_WRITE = {*_spellings(_SILENT_WRITERS), *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES)}
 _MAY_WRITE |= {_DATA.__get__, _DATA.__set__}
+_NORMS = {F.batch_norm, F.instance_norm}
 _FIRST, _ANY, _SILENT, _MAX_NORM = "first argument", "any argument", "any argument, silently", "max_norm"
 _EFFECTS = {
     **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.detach_)),
@@ -149,6 +151,7 @@ class Recorder(TorchFunctionMode):
         self.replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.overwritten: set[int | None] = set()
         self.written: set[int | None] = set()
+        self._updates: list[int] = []  # ids of running statistics that norms have updated
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
         self.named: dict = (named if expected is None else expected.named) or {}
@@ -203,6 +206,8 @@ class Recorder(TorchFunctionMode):
                 sources = [None if type(value) in ATOMS else self._source(value) for value in values]
                 if effect is not None or kwargs:
                     written = self._prepare(effect, values, args, kwargs)
+                    if func in _NORMS and (kwargs.get("training") or kwargs.get("use_input_stats")):
+                        self._updates += map(id, args[1:3])  # on which the results do not depend
                 if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
                     self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
         if (dead_calls := self.dead_calls) is None:
@@ -248,6 +253,14 @@ class Recorder(TorchFunctionMode):
         self.named = {
             key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
         }
+
+    def only_updated(self) -> set[int | None]:
+        """The storages of running statistics that norms have updated, and that no call has read."""
+        uses: Counter[int | None] = Counter()
+        for key, read in self.reads.items() if self._updates else ():
+            if (value := read.value) is not None:
+                uses[memory(value)] += read.uses - self._updates.count(key)
+        return {storage for storage, count in uses.items() if not count}
 
     def left_results(self):
         """Yield the results with a graph that are still alive, although the run's graph should have been freed, from
@@ -327,8 +340,9 @@ class Recorder(TorchFunctionMode):
         at = len(self.calls)
         self.calls.append((number, call, sources))
         for position, tensor in enumerate(results):
-            self.results.append(((at, position), weakref.ref(tensor)))
-            if (at, position) in self._wanted:
+            if self._expected is None:
+                self.results.append(((at, position), weakref.ref(tensor)))
+            elif (at, position) in self._wanted:
                 self.kept[at, position] = tensor
 
     def _plain(self, value):
@@ -372,6 +386,7 @@ class Recorder(TorchFunctionMode):
             read = None if recorder is None else recorder.reads.get(key)
             if read is not None and read.value is value:
                 self.reads[key] = read
+                read.uses += 1
                 return self._written(value, read)
         if (node := value.grad_fn) is not None and node._sequence_nr() >= self._began:
             return node._sequence_nr(), value.output_nr

@@ -256,6 +256,8 @@ class _Recompute(torch.autograd.Function):
             left = [region.left_facts[i - count] for i in places]
             graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves, left, is_last)
             del saved
+            if region.state is not None:
+                region.state.restore_unread()
             if prefetch is not None:
                 _middle_node(outputs, received).register_prehook(prefetch)
             # Backward through that graph; outputs that the loss does not depend on have no gradient.

@@ -360,7 +360,10 @@ class Region:
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
         self.function = frozen(self.function)
         if self.state is not None:
-            changed = self.state.after_forward(leaves, self.recorder, self.subject)
+            # Compiled code may read the statistics of a norm where no recorder sees it.
+            is_compiled = "CompiledFunctionBackward" in self.nodes.values()
+            unread = () if self.recorder is None or is_compiled else self.recorder.only_updated()
+            changed = self.state.after_forward(leaves, self.recorder, self.subject, unread)
             leaves = [leaf for leaf in leaves if id(leaf) not in changed]
             items: list[Any] = [*map(weakref.ref, inputs), *leaves]
             names: list[Any] = [*range(len(inputs))]
@@ -461,8 +464,9 @@ class Region:
                     path = Path(self.recorder, dict(sorted(all_nodes.items())), None)
                     nodes = dict(sorted(nodes.items()))
                 present = Path(None if self.path.calls is None else recorder, nodes, evidence)
-                self.is_other = bool(self.dead) and path.has_other_calls(present)
-                check_same_path(path, present, recorder, self.function)
+                if path != present:
+                    self.is_other = bool(self.dead) and path.has_other_calls(present)
+                    check_same_path(path, present, recorder, self.function)
                 if self.subject is not None and self.state is not None and self.path.calls is not None:
                     self.subject.add(self.path.evidence, evidence, self.state.is_repeatable)
         self.is_recomputed, self.is_over = True, is_last

@@ -447,6 +447,32 @@ def test_buffers_are_exact_with_several_forwards_before_the_backwards(call, make
     return [x.grad for x in inputs] + [p.grad for p in model.parameters()] + after_forward
 
 
+READS = {
+    "clone": lambda norm: norm.running_mean.clone(),
+    "view": lambda norm: norm.running_mean[:2].repeat(2),
+    "earlier view": lambda norm: norm.view.clone(),
+    "data": lambda norm: norm.running_mean.data.clone(),
+    "numpy": lambda norm: torch.from_numpy(norm.running_mean.numpy().copy()),
+    "evaluation": lambda norm: F.batch_norm(torch.ones(1, 4), norm.running_mean, norm.running_var)[0],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("reads_first", [False, True])
+@bit_equal
+def test_running_statistics_that_other_code_reads_are_those_of_each_forward(call, read, reads_first):
+    norm, inputs = nn.BatchNorm1d(4), [batch(6), batch(6)]
+    norm.view = norm.running_mean[:]
+
+    def function(x):
+        return read(norm) * norm(x) if reads_first else norm(x) * read(norm)
+
+    for _ in range(3):
+        for loss in [total(call(function, x)) for x in inputs]:
+            loss.backward()
+    return [*(x.grad for x in inputs), *(p.grad for p in norm.parameters()), *norm.buffers()]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore::FutureWarning")
 @pytest.mark.parametrize("legacy", [nn.utils.spectral_norm, nn.utils.weight_norm])
 def test_buffers_of_norms_in_forward_hooks_change_once(legacy):
