@@ -148,7 +148,8 @@ class Subject:
         needs_grad = *region.needs_grad, *(leaf.requires_grad for leaf in leaves)
         modes = None if region.autocast is None else tuple(region.autocast.modes)
         layouts = tuple([(each.dtype, each.is_contiguous()) for each in inputs])
-        key = recorder.kind, needs_grad, layouts, modes, tuple(place for place, _, _ in region.left_facts)
+        wiring = None if region.path is None else region.path.wiring()
+        key = recorder.kind, wiring, needs_grad, layouts, modes, tuple(place for place, _, _ in region.left_facts)
         for saved in recorder.liveness.saved if recorder.liveness is not None else ():
             saved.tensor = None  # hooks of FlopCounterMode refer to the graph's nodes until the garbage collection
         dead = self.dead.get(key)
@@ -376,6 +377,11 @@ class Path:
         return self.evidence is None or other.evidence is None or is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def wiring(self) -> tuple:
+        """The nodes and dtypes of calls, and which inputs and calls their arguments come from, to tell kinds of runs."""
+        sources = [source if type(source) in (int, tuple) else None for each in self.sources for source in each]
+        return *self.nodes, *(call.dtype for call in self.calls), *sources
 
     def has_other_calls(self, other: "Path") -> bool:
         """Whether the functions or their plain arguments differ, which leaving out dead calls cannot cause."""

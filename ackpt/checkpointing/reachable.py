@@ -177,6 +177,8 @@ class ReachableState:
     def _attribute(self, namespace, key, value, name, depth, follow=False):
         """Visit an attribute of a module or of a data object; `follow`: also modules and functions in data objects."""
         self.suspects.append((namespace, key, value))
+        if id(value) in self._seen and is_data(type(value)):  # often the configuration of all modules
+            return
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (value, name))
         elif isinstance(value, _CONTAINERS):

@@ -44,6 +44,7 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
+_SINGLE = ATOMS - {torch.Size} | {torch.Tensor, nn.Parameter}
 _EQUAL_TO_ITSELF = PLAIN - {float, complex, slice}
 _CALL = nn.Module._call_impl.__code__
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -134,8 +135,7 @@ class Recorder(TorchFunctionMode):
     tensors among ``reads`` and views of them that calls may have written, with copies from before; ``replaced``: by id,
     those whose ``.data`` is assigned, with what it was; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of the calls: their functions, which calls or inputs their arguments come from, and the nodes and
-    dtypes of their results.
+    ``kind``: a hash of the called functions.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -167,7 +167,6 @@ class Recorder(TorchFunctionMode):
         self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
         self.liveness: Liveness | None = None
         self.kind = 1
-        self._makers: dict[int, tuple[weakref.ref, int]] = {}  # a tensor and `kind` when it was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
         self._outer: Recorder | None = phase.recorder
@@ -189,7 +188,6 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(REGION, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._note_makers(outputs)
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -197,11 +195,13 @@ class Recorder(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
-        values = _flat((*args, *kwargs.values()))
+        values = [*args, *kwargs.values()]
+        values = values if _SINGLE.issuperset(map(type, values)) else _flat(values)
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in DESCRIBING
         sources, written = [], []
         if not describes:
+            self.kind = hash((self.kind, func))
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
                 sources = [None if type(value) in ATOMS else self._source(value) for value in values]
                 if effect is not None or kwargs:
@@ -228,24 +228,11 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._note_makers(tensors)
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
-
-    def _note_makers(self, tensors) -> None:
-        for at, tensor in enumerate(tensors):
-            self._makers[id(tensor)] = weakref.ref(tensor), self.kind + at
-
-    def _note_kind(self, func, values, results, facts) -> None:
-        made_by: list = []
-        for value in values:
-            made = self._makers.get(id(value))
-            made_by.append(made is not None and made[0]() is value and made[1])
-        self.kind = hash((self.kind, func, facts, *made_by))
-        self._note_makers(results)
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results, self._makers, self.dead_calls, self.liveness, self.streams = [], {}, None, None, {}
+        self.results, self.dead_calls, self.liveness, self.streams = [], None, None, {}
         self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -302,8 +289,6 @@ class Recorder(TorchFunctionMode):
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
             results = results or ([] if tensor is None else [tensor])
         node = None if tensor is None else tensor.grad_fn
-        if self._expected is None:
-            self._note_kind(func, values, results, None if tensor is None else (type(node), tensor.dtype))
         constants = [each for each in (*results, *written) if each.grad_fn is None]
         is_in_graph = node is not None and node._sequence_nr() >= started  # `contiguous` may return an existing tensor
         if not (constants or is_in_graph):
