@@ -148,7 +148,10 @@ class Subject:
         needs_grad = *region.needs_grad, *(leaf.requires_grad for leaf in leaves)
         modes = None if region.autocast is None else tuple(region.autocast.modes)
         layouts = tuple([(each.dtype, each.is_contiguous()) for each in inputs])
-        wiring = None if region.path is None else region.path.wiring()
+        wiring: Any = ()
+        if (path := region.path) is not None:  # the inputs and calls that the arguments of calls come from
+            sources = (each if type(each) in (int, tuple) else None for each in itertools.chain(*path.sources))
+            wiring = *path.nodes, *(call.dtype for call in path.calls), *sources
         key = recorder.kind, wiring, needs_grad, layouts, modes, tuple(place for place, _, _ in region.left_facts)
         for saved in recorder.liveness.saved if recorder.liveness is not None else ():
             saved.tensor = None  # hooks of FlopCounterMode refer to the graph's nodes until the garbage collection
@@ -288,7 +291,7 @@ class Read:
     `value`: the tensor; a weak reference if no name leads to it. ``is_new``: whether it may exist for one run only. In
     the first run it is gone at the end, because the run has made it by a call that a recorder does not see, or an outer
     region has made it; in the recomputation, the first run did not read it. Two of these are compared by the `mark` of
-    their bits. ``version``: at the first read; ``uses``: the number of reads.
+    their bits. ``version``: at the first read; ``uses``: by calls whose results depend on it.
     """
 
     def __init__(self, value, name: str, is_new: bool, version: int, mark: Any = None):
@@ -361,13 +364,11 @@ class Path:
 
         self.nodes = [name for name in names.values() if name not in _UNCOMPARED]
         self.calls = [call for _, call, _ in calls]
-        self.sources = [
-            [
-                source if type(source) is not tuple else (numbers[source[0]], source[1]) if source[0] in numbers else None
-                for source in sources
-            ]
-            for _, _, sources in calls
-        ]
+        self.sources = [[*sources] for _, _, sources in calls]
+        for sources in self.sources:
+            for at, source in enumerate(sources):
+                if type(source) is tuple:
+                    sources[at] = (numbers[source[0]], source[1]) if source[0] in numbers else None
 
     def __eq__(self, other):
         if self.calls is not None and other.calls is not None:
@@ -377,11 +378,6 @@ class Path:
         return self.evidence is None or other.evidence is None or is_same(self.evidence, other.evidence)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def wiring(self) -> tuple:
-        """The nodes and dtypes of calls, and which inputs and calls their arguments come from, to tell kinds of runs."""
-        sources = [source if type(source) in (int, tuple) else None for each in self.sources for source in each]
-        return *self.nodes, *(call.dtype for call in self.calls), *sources
 
     def has_other_calls(self, other: "Path") -> bool:
         """Whether the functions or their plain arguments differ, which leaving out dead calls cannot cause."""

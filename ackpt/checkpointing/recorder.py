@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import weakref
-from collections import Counter
 from typing import Any
 
 import torch
@@ -151,7 +150,6 @@ class Recorder(TorchFunctionMode):
         self.replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.overwritten: set[int | None] = set()
         self.written: set[int | None] = set()
-        self._updates: list[int] = []  # ids of running statistics that norms have updated
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
         self.different: tuple[Call, str, nn.Module | None] | None = None
         self.named: dict = (named if expected is None else expected.named) or {}
@@ -207,7 +205,8 @@ class Recorder(TorchFunctionMode):
                 if effect is not None or kwargs:
                     written = self._prepare(effect, values, args, kwargs)
                     if func in _NORMS and (kwargs.get("training") or kwargs.get("use_input_stats")):
-                        self._updates += map(id, args[1:3])  # on which the results do not depend
+                        for read in filter(None, map(self.reads.get, map(id, args[1:3]))):
+                            read.uses -= 1  # the results do not depend on running statistics
                 if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
                     self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
         if (dead_calls := self.dead_calls) is None:
@@ -243,11 +242,8 @@ class Recorder(TorchFunctionMode):
 
     def only_updated(self) -> set[int | None]:
         """The storages of running statistics that norms have updated, and that no call has read."""
-        uses: Counter[int | None] = Counter()
-        for key, read in self.reads.items() if self._updates else ():
-            if (value := read.value) is not None:
-                uses[memory(value)] += read.uses - self._updates.count(key)
-        return {storage for storage, count in uses.items() if not count}
+        values = (read.value for read in self.reads.values() if read.uses)
+        return {memory(tensor) for tensor, _ in self.copies} - {memory(each) for each in values if each is not None}
 
     def left_results(self):
         """Yield the results with a graph that are still alive, although the run's graph should have been freed, from
