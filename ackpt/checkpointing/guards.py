@@ -328,7 +328,7 @@ class MutableState:
 
     def forget(self) -> None:
         """Free the copies of old values, after the last recomputation that reads them."""
-        self._changed = self.replaced = []
+        self._changed, self.replaced = [], []
 
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""

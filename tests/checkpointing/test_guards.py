@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import ackpt
+from ackpt.checkpointing.evidence import RECORDED_RUNS, subject_of
 
 Error = ackpt.CheckpointError
 
@@ -448,6 +449,7 @@ def test_buffers_are_exact_with_several_forwards_before_the_backwards(call, make
 
 
 READS = {
+    "nothing": lambda norm: 1,
     "clone": lambda norm: norm.running_mean.clone(),
     "view": lambda norm: norm.running_mean[:2].repeat(2),
     "earlier view": lambda norm: norm.view.clone(),
@@ -467,10 +469,18 @@ def test_running_statistics_that_other_code_reads_are_those_of_each_forward(call
     def function(x):
         return read(norm) * norm(x) if reads_first else norm(x) * read(norm)
 
-    for _ in range(3):
+    for _ in range(3):  # after three recomputations, the region is small enough to run without a recorder
         for loss in [total(call(function, x)) for x in inputs]:
             loss.backward()
     return [*(x.grad for x in inputs), *(p.grad for p in norm.parameters()), *norm.buffers()]
+
+
+def test_small_regions_with_norms_are_recorded_in_their_first_runs_only():
+    norm = nn.BatchNorm1d(4)
+    for _ in range(RECORDED_RUNS):
+        assert subject_of(norm) is None or subject_of(norm).passed < RECORDED_RUNS  # pyright: ignore
+        total(ackpt.checkpoint(norm, batch(6))).backward()
+    assert subject_of(norm).passed == RECORDED_RUNS  # pyright: ignore
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore::FutureWarning")
