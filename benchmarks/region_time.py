@@ -1,11 +1,12 @@
 """Processor time of regions, as ratios to that of torch's non-reentrant checkpoint, and the cost of each guarantee.
 
-    python benchmarks/region_time.py [--blocks] [WIDTH ...]
+    python benchmarks/region_time.py [--blocks] [--rounds N] [WIDTH ...]
 
 Every variant runs forward and backward of the same region, interleaved in one process on one thread: two regions of
 tiny tensors, where the time is that of Python, and a large one. "like torch" gives the guarantees that torch's
 reentrant checkpoint gives and no more. ``--blocks`` compares the blocks of five models of transformers instead, at
-widths 64, 256 and 512 or the given ones, with their FLOPs and dynamic peaks.
+widths 64, 256 and 512 or the given ones, with their FLOPs and dynamic peaks. There, "torch reentrant" shows what an
+inner backward and a recomputation to the end cost, and the distance from "ackpt like torch" to "ackpt" the guarantees.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import ackpt
 from ackpt.checkpointing.wrapping import repeated_blocks
 from ackpt.metering.meter import compare_seconds
 
-REFERENCE = "torch non-reentrant"
+REFERENCE, REENTRANT, LIKE_TORCH = "torch non-reentrant", "torch reentrant", "ackpt like torch"
 OFF = {"other_rng": False, "unchanged": False, "exact_graph": False}
 
 
@@ -47,13 +48,13 @@ def variants(function, x, calls: int) -> dict:
     ours = functools.partial(ackpt.checkpoint, function, x)
     variants = {
         "plain": (lambda: function(x), {}),
-        "torch reentrant": (functools.partial(torch_checkpoint, use_reentrant=True), {}),
+        REENTRANT: (functools.partial(torch_checkpoint, use_reentrant=True), {}),
         REFERENCE: (functools.partial(torch_checkpoint, use_reentrant=False), {}),
         "ackpt": (ours, {}),
         "ackpt, other RNGs off": (ours, {"other_rng": False}),
         "ackpt, change detection off": (ours, {"unchanged": False}),
         "ackpt, exact graph off": (ours, {"exact_graph": False}),
-        "ackpt like torch": (ours, OFF),
+        LIKE_TORCH: (ours, OFF),
         "ackpt like torch, no RNG": (functools.partial(ours, preserve_rng_state=False), OFF),
     }
     return {name: functools.partial(_repeat, call, switches, calls) for name, (call, switches) in variants.items()}
@@ -75,7 +76,8 @@ def models(width: int) -> Iterator[tuple[str, nn.Module, dict]]:
         "num_attention_heads": 4,
         "intermediate_size": 4 * width,
     }
-    tokens = {"inputs_embeds": torch.randn(2, 256, width)}
+    # Blocks of torch's reentrant checkpoint get gradients only if an input has one.
+    tokens = {"inputs_embeds": torch.randn(2, 256, width, requires_grad=True)}
     config: Any = transformers.LlamaConfig(**sizes, vocab_size=8, use_cache=False)
     yield "Llama", transformers.LlamaModel(config), tokens
     config = transformers.GPT2Config(n_embd=width, n_layer=2, n_head=4, vocab_size=8, use_cache=False)
@@ -88,7 +90,26 @@ def models(width: int) -> Iterator[tuple[str, nn.Module, dict]]:
     yield "ResNet", transformers.ResNetModel(config), images
 
 
-def compare_blocks(width: int, rounds: int = 10) -> None:
+def reentrant(forward, *args, **kwargs):
+    """torch's reentrant checkpoint, which takes no keywords."""
+    return torch.utils.checkpoint.checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=True)
+
+
+def like_torch(forward, *args, **kwargs):
+    with ackpt.guarantees(**OFF):
+        return ackpt.checkpoint(forward, *args, **kwargs)
+
+
+CHECKPOINTS = {
+    "plain": None,
+    REENTRANT: reentrant,
+    REFERENCE: functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    LIKE_TORCH: like_torch,
+    "ackpt": ackpt.checkpoint,
+}
+
+
+def compare_blocks(width: int, rounds: int) -> None:
     for name, model, batch in models(width):
         blocks = repeated_blocks(model.train()).values()
         forwards = [block.forward for block in blocks]
@@ -98,33 +119,34 @@ def compare_blocks(width: int, rounds: int = 10) -> None:
                 block.forward = forward if checkpoint is None else functools.partial(checkpoint, forward)
             torch.manual_seed(0)
             model.zero_grad()
+            for tensor in batch.values():
+                tensor.grad = None
             model(**batch)[0].square().mean().backward()
 
-        of_torch = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        calls = {"plain": None, REFERENCE: of_torch, "ackpt": ackpt.checkpoint}
-        runs = {label: functools.partial(step, call) for label, call in calls.items()}
+        runs = {label: functools.partial(step, call) for label, call in CHECKPOINTS.items()}
         for run in [*runs.values()] * 4:
             run()
         ratios = compare_seconds(runs, rounds, REFERENCE, clock="processor").ratios
         flops = {label: ackpt.count_flops(run) for label, run in runs.items()}
         peaks = {label: ackpt.measure(run, resident=[model, *batch.values()], repeats=0) for label, run in runs.items()}
-        print(f"{name} of width {width}, times {REFERENCE}: time {ratios['ackpt'].median:.3f}", end=" ")
-        print(f"({ratios['ackpt'].low:.3f} to {ratios['ackpt'].high:.3f}), plain {ratios['plain'].median:.3f}")
-        for label in (REFERENCE, "ackpt"):
-            relative = flops[label] / flops["plain"]
-            print(f"  {label:<20} FLOPs {relative:.4f} of plain, dynamic peak {peaks[label].dynamic_peak_bytes} bytes")
+        print(f"{name} of width {width}; time over that of {REFERENCE}, FLOPs over those of plain, dynamic peak")
+        for label, ratio in ratios.items():
+            time = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+            peak = f"{peaks[label].dynamic_peak_bytes:,} bytes"
+            print(f"  {label:<20} {time}  {flops[label] / flops['plain']:.4f}  {peak}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", action="store_true")
+    parser.add_argument("--rounds", type=int, default=10, help="of --blocks")
     parser.add_argument("widths", nargs="*", type=int, default=[64, 256, 512])
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if options.blocks:
         for width in options.widths:
-            compare_blocks(width)
+            compare_blocks(width, options.rounds)
         return
     print(f"torch {torch.__version__}, one thread, processor time of forward + backward")
     for name, module, x, calls, rounds in regions():

@@ -230,7 +230,8 @@ class MutableState:
         self._hooks, self._hook_count = reachable.hooks, sum(map(len, reachable.hooks))
         if self._hook_count:
             self._contents += [(each, each.copy()) for each in self._hooks if each]
-        self._changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # None: the recomputation may read any value
+        self._present = []
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parameters: list[tuple[torch.Tensor, str]] = []
         self._before = []
@@ -243,9 +244,10 @@ class MutableState:
         tensors = [tensor for tensor, _ in self._parameters]
         self._versions, self._storages = versions(tensors), [*map(storage, tensors)] if is_recorded else []
 
-    def after_forward(self, leaves, recorder, subject) -> set[int]:
+    def after_forward(self, leaves, recorder, subject, unread) -> set[int]:
         """Keep the old values of the buffers that the forward changed, and return the ids of these buffers.
 
+        `unread`: the storages of buffers that only norms update, whose old values the recomputation does not need.
         `recorder`: of the forward; without one, any buffer may have changed even if its version counter has not.
         `subject`: learns whether buffers change where no recorder sees it, as in compiled code, and so must be copied
         in advance. Values with a history are kept only if they are among `leaves`: otherwise a module that stores its
@@ -253,7 +255,9 @@ class MutableState:
         """
         walked = {id(each[0]) for each in (*self._before, *self._parameters)}
         used = {id(leaf) for leaf in leaves}
-        results = [each for each in self._suspects if id(each[2]) not in used and _has_history(each[2])]
+        values = {id(value): value for _, _, value in self._suspects if id(value) not in used}
+        with_history = {key for key, value in values.items() if _has_history(value)}
+        results = [each for each in self._suspects if id(each[2]) in with_history]
         self._suspects = []
         if results:
             self._overwritten = [binding[:2] for binding in results]
@@ -282,9 +286,10 @@ class MutableState:
             replaced, copies = recorder.replaced, {id(tensor): copy for tensor, copy in recorder.copies}
             self.replaced = [(tensor, copies.get(key, old)) for key, (tensor, old) in replaced.items()]
             # Where views overlap, the oldest value is set last.
-            self._changed = [pair for pair in recorder.copies[::-1] if id(pair[0]) not in replaced]
+            pairs = [pair for pair in recorder.copies[::-1] if id(pair[0]) not in replaced]
+            self._changed = [(tensor, None if memory(tensor) in unread else copy) for tensor, copy in pairs]
             recorder.copies, recorder.replaced = [], {}
-            self.is_repeatable &= copied.isdisjoint(recorder.written) and not self.replaced
+            self.is_repeatable &= copied.difference(unread).isdisjoint(recorder.written) and not self.replaced
             if recorder.copies_writes:
                 reads = [(read.value, read.name, read.version, None) for read in recorder.reads.values()]
                 self._before += [each for each in reads if id(each[0]) not in walked]
@@ -323,7 +328,7 @@ class MutableState:
 
     def forget(self) -> None:
         """Free the copies of old values, after the last recomputation that reads them."""
-        self._changed = self.replaced = []
+        self._changed, self.replaced = [], []
 
     def is_as_before(self) -> bool:
         """Whether there is nothing to restore."""
@@ -331,7 +336,7 @@ class MutableState:
 
     def restored_bytes(self) -> int:
         """The bytes of the copies of present values that `restored` makes."""
-        return sum(old.nbytes for _, old in self._changed) + sum(tensor.nbytes for tensor, _ in self._rewritten)
+        return sum(tensor.nbytes for tensor, _ in self._changed) + sum(tensor.nbytes for tensor, _ in self._rewritten)
 
     @contextlib.contextmanager
     def restored(self):
@@ -352,29 +357,42 @@ class MutableState:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
                 _bind(bindings)
-                _fill(contents)
+                for each in contents:
+                    fill(*each)
                 with torch.no_grad():
-                    for tensor, old in self._changed:
+                    self._present = [(tensor, tensor.detach().clone()) for tensor, old in self._changed if old is None]
+                    changed = [(tensor, old) for tensor, old in self._changed if old is not None]
+                    for tensor, old in changed:
                         is_resized = tensor.shape != old.shape
                         tensors.append((tensor, tensor.data if is_resized else tensor.detach().clone(), is_resized))
-                    for tensor, old in self._changed:
+                    for tensor, old in changed:
                         _set(tensor, old if tensor.shape == old.shape else old.clone())
-                old = None
+                old = changed = None
                 yield
                 for tensor, name, value in rewritten:
                     if not torch.equal(tensor.detach(), value):
                         raise changes_parameter(tensor, name)
             finally:
+                self.restore_unread()
                 with torch.no_grad():
                     for tensor, value, is_resized in tensors:
                         if is_resized:
                             tensor.data = value
                         else:
                             _set(tensor, value)
-                _fill([each for each in items if not (_has_history(each[1]) and is_equal(*each))])
+                for each in items:
+                    if not (_has_history(each[1]) and is_equal(*each)):
+                        fill(*each)
                 _bind(
                     [(of, key, v) for of, key, v in values if not (_has_history(v) and _is_made_again(of.get(key), v))]
                 )
+
+    def restore_unread(self) -> None:
+        """Restore, after a recomputation, the present values of buffers that norms update and do not read."""
+        while self._present:
+            tensor, value = self._present.pop()
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(value)
 
     def _changes(self):
         """The bindings and the containers' items from before the forward, where the present ones are others."""
@@ -425,7 +443,7 @@ def _has_history(value, depth=0) -> bool:
     elif not is_data(type(value)):
         return False
     else:
-        items = vars(value).values()
+        items = object.__getattribute__(value, "__dict__").values()  # configurations of transformers have slow ones
     if PLAIN.issuperset(map(type, items)):
         return False
     return depth == 4 or len(items) > LONGEST_CONTAINER or any(_has_history(item, depth + 1) for item in items)
@@ -459,11 +477,6 @@ def _bind(bindings) -> None:
 def _is_made_again(present, value) -> bool:
     """Whether two values are equal; not for an input of a region, which has a graph, but no saved tensors."""
     return "retain_grad" not in getattr(value, "__dict__", ()) and is_equal(present, value)
-
-
-def _fill(contents) -> None:
-    for container, items in contents:
-        fill(container, items)
 
 
 def fill(container, items) -> None:

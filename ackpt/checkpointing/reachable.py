@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from ackpt.core.autograd_state import phase
@@ -46,8 +45,7 @@ class ReachableState:
     lists, dicts, sets and deques in attributes; ``hooks``: the dicts of the modules' hooks. ``sharded``: whether FSDP
     manages a module of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether the
     calls of a module cannot be recorded, because it is scripted or takes another path while they are recorded.
-    ``unread``: ids of buffers that a norm of torch updates in training and does not read. ``walked``: False for the
-    empty state, for which no object was walked.
+    ``walked``: False for the empty state, for which no object was walked.
     """
 
     def __init__(self, function=None, template=()):
@@ -59,7 +57,6 @@ class ReachableState:
         self.containers: list = []
         self.hooks: list[dict] = []
         self.sharded = self.opaque = False
-        self.unread: set[int] = set()
         self._tensor_namespaces: list[dict[str, Any]] = []
         self.walked = function is not None
         self._seen: set[int] = set()
@@ -138,8 +135,6 @@ class ReachableState:
                         self._attributes_of(value, prefix + key)
         if buffers:
             namespaces.append(buffers)
-            if module.training and issubclass(cls, _NormBase) and cls.forward.__module__.startswith("torch.nn."):
-                self.unread.update(map(id, buffers.values()))
             for key, value in buffers.items():
                 if value is not None:
                     tensors.setdefault(id(value), (value, prefix + key))
@@ -177,6 +172,8 @@ class ReachableState:
     def _attribute(self, namespace, key, value, name, depth, follow=False):
         """Visit an attribute of a module or of a data object; `follow`: also modules and functions in data objects."""
         self.suspects.append((namespace, key, value))
+        if id(value) in self._seen and is_data(type(value)):  # often the configuration of all modules
+            return
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (value, name))
         elif isinstance(value, _CONTAINERS):
@@ -470,8 +467,8 @@ def graph_of(outputs, histories=(), started: int = 0) -> Graph:
 class DetachClosedOver(TorchFunctionMode):
     """Replaces closed-over tensors that have an autograd history by detached leaves, in every torch call.
 
-    The graph of a recomputation must end at these tensors. Otherwise the inner backward would run into their history,
-    which belongs to the outer backward, and count it twice. ``leaves``: ``{id(tensor): (tensor, leaf)}``.
+    Otherwise the inner backward would run into their history, which belongs to the outer backward, and count it twice.
+    ``leaves``: ``{id(tensor): (tensor, leaf)}``.
     """
 
     def __init__(self, leaves: dict[int, tuple[torch.Tensor, torch.Tensor]]):

@@ -43,6 +43,7 @@ _SILENT_WRITERS = (
 # Ways to get an alias through which a tensor can be written without autograd noticing.
 _WRITABLE_ALIASES = ("numpy", "__array__", "untyped_storage", "storage", "data_ptr")
 _SET_ITEM = torch.Tensor.__setitem__
+_SINGLE = ATOMS - {torch.Size} | {torch.Tensor, nn.Parameter}
 _EQUAL_TO_ITSELF = PLAIN - {float, complex, slice}
 _CALL = nn.Module._call_impl.__code__
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -86,6 +87,7 @@ def _spellings(names: str) -> set:
 _DATA: Any = torch.Tensor.data
 _MAY_WRITE = {*_spellings(_SILENT_WRITERS), *(getattr(torch.Tensor, name) for name in _WRITABLE_ALIASES)}
 _MAY_WRITE |= {_DATA.__get__, _DATA.__set__}
+_NORMS = {F.batch_norm, F.instance_norm}
 _FIRST, _ANY, _SILENT, _MAX_NORM = "first argument", "any argument", "any argument, silently", "max_norm"
 _EFFECTS = {
     **dict.fromkeys((torch.Tensor.requires_grad_, torch.Tensor.detach_)),
@@ -132,8 +134,7 @@ class Recorder(TorchFunctionMode):
     tensors among ``reads`` and views of them that calls may have written, with copies from before; ``replaced``: by id,
     those whose ``.data`` is assigned, with what it was; ``overwritten``: the storages that calls changed in place;
     ``written``: those that may have been written without a new version. ``kept``: the results at the places `wanted`.
-    ``kind``: a hash of the calls: their functions, which calls or inputs their arguments come from, and the nodes and
-    dtypes of their results.
+    ``kind``: a hash of the called functions.
     `copies_writes`: False in a recomputation and under FSDP, whose own tensors change between forward and backward.
     """
 
@@ -164,7 +165,6 @@ class Recorder(TorchFunctionMode):
         self.dead_calls: Any = None  # a `Liveness` or `Skipping`, which then makes the calls
         self.liveness: Liveness | None = None
         self.kind = 1
-        self._makers: dict[int, tuple[weakref.ref, int]] = {}  # a tensor and `kind` when it was made, by its id
         self._began = torch.autograd._get_sequence_nr()
         self._expected = expected
         self._outer: Recorder | None = phase.recorder
@@ -186,7 +186,6 @@ class Recorder(TorchFunctionMode):
     def record_region(self, inner: Path, outputs) -> None:
         """Record a nested region, which is one node of this region's graph, with its path and its outputs."""
         call = Call(REGION, ((inner,), ()), outputs[0].shape, outputs[0].dtype)
-        self._note_makers(outputs)
         self._add(outputs[0].grad_fn._sequence_nr(), call, [], outputs)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -194,15 +193,20 @@ class Recorder(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # Dynamo is tracing this method; compiled code is not recorded
             return func(*args, **kwargs)
         started = torch.autograd._get_sequence_nr()
-        values = _flat((*args, *kwargs.values()))
+        values = [*args, *kwargs.values()]
+        values = values if _SINGLE.issuperset(map(type, values)) else _flat(values)
         effect = _effect_of(func)
         describes = effect is None and getattr(func, "__name__", "") in DESCRIBING
         sources, written = [], []
         if not describes:
+            self.kind = hash((self.kind, func))
             with torch._C.DisableTorchFunction():  # otherwise, outer regions would record every attribute access here
                 sources = [None if type(value) in ATOMS else self._source(value) for value in values]
                 if effect is not None or kwargs:
                     written = self._prepare(effect, values, args, kwargs)
+                    if func in _NORMS and (kwargs.get("training") or kwargs.get("use_input_stats")):
+                        for read in filter(None, map(self.reads.get, map(id, args[1:3]))):
+                            read.uses -= 1  # the results do not depend on running statistics
                 if func == _DATA.__set__ and self.copies_writes and memory(args[0]) in self._storages:
                     self.replaced.setdefault(id(args[0]), (args[0], args[0].detach()))
         if (dead_calls := self.dead_calls) is None:
@@ -223,24 +227,11 @@ class Recorder(TorchFunctionMode):
     def record_inputs(self, tensors) -> None:
         """Record the positions of the tensors that the function is called with; one that is passed twice gets none."""
         ids = [id(tensor) for tensor in tensors]
-        self._note_makers(tensors)
         self.inputs = {key: position if ids.count(key) == 1 else None for position, key in enumerate(ids)}
-
-    def _note_makers(self, tensors) -> None:
-        for at, tensor in enumerate(tensors):
-            self._makers[id(tensor)] = weakref.ref(tensor), self.kind + at
-
-    def _note_kind(self, func, values, results, facts) -> None:
-        made_by: list = []
-        for value in values:
-            made = self._makers.get(id(value))
-            made_by.append(made is not None and made[0]() is value and made[1])
-        self.kind = hash((self.kind, func, facts, *made_by))
-        self._note_makers(results)
 
     def forget(self) -> None:
         """Drop the references to tensors that the recomputation does not need, when the run's graph has been freed."""
-        self.results, self._makers, self.dead_calls, self.liveness, self.streams = [], {}, None, None, {}
+        self.results, self.dead_calls, self.liveness, self.streams = [], None, None, {}
         self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
         for read in self.reads.values():
             read.is_new = read.is_new or read.value is None
@@ -248,6 +239,11 @@ class Recorder(TorchFunctionMode):
         self.named = {
             key: pair for key, pair in self.named.items() if pair[0].is_leaf and type(pair[0]) is not torch.Tensor
         }
+
+    def only_updated(self) -> set[int | None]:
+        """The storages of running statistics that norms have updated, and that no call has read."""
+        values = (read.value for read in self.reads.values() if read.uses)
+        return {memory(tensor) for tensor, _ in self.copies} - {memory(each) for each in values if each is not None}
 
     def left_results(self):
         """Yield the results with a graph that are still alive, although the run's graph should have been freed, from
@@ -289,8 +285,6 @@ class Recorder(TorchFunctionMode):
             tensor = args[0] if func is _SET_ITEM else next((each for each in results if each.requires_grad), None)
             results = results or ([] if tensor is None else [tensor])
         node = None if tensor is None else tensor.grad_fn
-        if self._expected is None:
-            self._note_kind(func, values, results, None if tensor is None else (type(node), tensor.dtype))
         constants = [each for each in (*results, *written) if each.grad_fn is None]
         is_in_graph = node is not None and node._sequence_nr() >= started  # `contiguous` may return an existing tensor
         if not (constants or is_in_graph):
@@ -327,8 +321,9 @@ class Recorder(TorchFunctionMode):
         at = len(self.calls)
         self.calls.append((number, call, sources))
         for position, tensor in enumerate(results):
-            self.results.append(((at, position), weakref.ref(tensor)))
-            if (at, position) in self._wanted:
+            if self._expected is None:
+                self.results.append(((at, position), weakref.ref(tensor)))
+            elif (at, position) in self._wanted:
                 self.kept[at, position] = tensor
 
     def _plain(self, value):
@@ -372,6 +367,7 @@ class Recorder(TorchFunctionMode):
             read = None if recorder is None else recorder.reads.get(key)
             if read is not None and read.value is value:
                 self.reads[key] = read
+                read.uses += 1
                 return self._written(value, read)
         if (node := value.grad_fn) is not None and node._sequence_nr() >= self._began:
             return node._sequence_nr(), value.output_nr

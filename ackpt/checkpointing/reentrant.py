@@ -32,6 +32,7 @@ from .evidence import REGION_NODES
 from .reachable import ACCUMULATE_GRAD, Graph, graph_of
 from .region import Region, _swap
 from .rng import LOCK
+from .standing_in import leave_uncompiled
 
 __all__ = ["checkpoint"]
 
@@ -115,15 +116,7 @@ def checkpoint(
         _dynamo.set_eval_frame(compiler)
 
 
-def uncompiled(function):
-    """`function`, after telling Dynamo never to compile its own frame."""
-    # ``skip_code`` in ``torch/_dynamo/eval_frame.py``, without its import.
-    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-    _dynamo.set_code_exec_strategy(function.__code__, skip)
-    return function
-
-
-uncompiled(checkpoint)
+leave_uncompiled(checkpoint)
 
 
 # Options of torch's checkpoint that this one does not have.
@@ -256,6 +249,8 @@ class _Recompute(torch.autograd.Function):
             left = [region.left_facts[i - count] for i in places]
             graph_inputs, received, outputs, graph = region.recompute(saved, ctx.leaves, left, is_last)
             del saved
+            if region.state is not None:
+                region.state.restore_unread()
             if prefetch is not None:
                 _middle_node(outputs, received).register_prehook(prefetch)
             # Backward through that graph; outputs that the loss does not depend on have no gradient.
@@ -307,9 +302,8 @@ class _Root(torch.autograd.Function):
 class Summands:
     """Collects the gradients of tensors that a graph uses several times, while the engine runs through that graph.
 
-    If several regions, or a region and other code, use a tensor, the engine adds the gradients of all uses one by one,
-    latest use first. A region that returned their sum would change the order of this summation, and with it the last
-    bits. So a region is connected to a tensor once per use, and returns the gradient of every use separately.
+    The engine adds the gradients of all uses in the model one by one, latest use first. To keep this order, and with it
+    the last bits, a region is connected to a tensor once per use, and returns the gradient of every use separately.
 
     `uses`: how often the first run's graph used each of `tensors`, at which the `graph` of the second run ends.
     """

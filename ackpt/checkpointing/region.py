@@ -71,6 +71,8 @@ class Region:
         self.function, self.compiler = function, compiler
         self.preserve_rng_state = preserve_rng_state
         self.guarantees = guards.current()
+        # Arguments that are objects, in which the region's code can replace tensors.
+        self.objects = [item for item in self.template if not is_plain(item)] if self.guarantees.unchanged else []
         self.is_nested = phase.recomputing
         self.autocast = Autocast() if _any_autocast() else None
         self.streams = []
@@ -126,15 +128,12 @@ class Region:
             for index in compress(range(len(aliases)), self.needs_grad):  # retain_grad does nothing for a leaf
                 aliases[index].retain_grad = functools.partial(retained.append, index)
         versions = guards.versions(inputs)
-        object_arguments = self._object_arguments()
-        before = tensors_in(object_arguments) if object_arguments else {}
+        before = tensors_in(self.objects)
         leaves: Any
         leaves, counts = self._forward(inputs, aliases, versions, reachable)
         starts_by_id = [*map(id, compress(aliases, self.needs_grad))]
-        if object_arguments and any(
-            key not in before and item.requires_grad for key, item in tensors_in(object_arguments).items()
-        ):
-            raise guards.changes_argument(self.function, object_arguments)
+        if any(key not in before and item.requires_grad for key, item in tensors_in(self.objects).items()):
+            raise guards.changes_argument(self.function, self.objects)
         if self.recorder is not None:
             with torch._C.DisableTorchFunction():
                 left = self._take_left(leaves, counts, aliases, reachable)
@@ -360,13 +359,16 @@ class Region:
         """Freeze the function's closure, and record the versions of all tensors that must not change until backward."""
         self.function = frozen(self.function)
         if self.state is not None:
-            changed = self.state.after_forward(leaves, self.recorder, self.subject)
+            # Compiled code may read the statistics of a norm where no recorder sees it.
+            is_compiled = "CompiledFunctionBackward" in self.nodes.values()
+            unread = () if self.recorder is None or is_compiled else self.recorder.only_updated()
+            changed = self.state.after_forward(leaves, self.recorder, self.subject, unread)
             leaves = [leaf for leaf in leaves if id(leaf) not in changed]
             items: list[Any] = [*map(weakref.ref, inputs), *leaves]
             names: list[Any] = [*range(len(inputs))]
             names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
             for key, (tensor, name) in reachable.tensors.items():
-                if not tensor.requires_grad and key not in changed and key not in reachable.unread:
+                if not tensor.requires_grad and key not in changed:
                     items.append(tensor)
                     names.append(name)
             if self.recorder is not None:
@@ -399,8 +401,8 @@ class Region:
         inputs = self._not_leaves(aliases)
         started = torch.autograd._get_sequence_nr()
         # The attributes of data objects are restored.
-        object_arguments = [item for item in self._object_arguments() if not is_data(type(item))]
-        before = tensors_in(object_arguments) if object_arguments else {}
+        objects = [item for item in self.objects if not is_data(type(item))]
+        before = tensors_in(objects).keys()
         recorder = None
         if self.recorder is not None or self.unread_changes:
             recorder = Recorder(self.recorder, refused=self.unread_changes, wanted=[place for place, _, _ in left])
@@ -415,12 +417,12 @@ class Region:
         except CheckpointError:
             raise
         except Exception as error:
-            if object_arguments and tensors_in(object_arguments).keys() != before.keys():
-                raise guards.changes_argument(self.function, object_arguments) from error
+            if tensors_in(objects).keys() != before:
+                raise guards.changes_argument(self.function, objects) from error
             guards.note_recomputation(error, self.function)
             raise
-        if object_arguments and tensors_in(object_arguments).keys() != before.keys():
-            raise guards.changes_argument(self.function, object_arguments)
+        if tensors_in(objects).keys() != before:
+            raise guards.changes_argument(self.function, objects)
         outputs, _ = strip_result(result)
         signatures = [self._signature(output) for output in outputs]
         if len(outputs) != self.output_count or any(
@@ -461,8 +463,9 @@ class Region:
                     path = Path(self.recorder, dict(sorted(all_nodes.items())), None)
                     nodes = dict(sorted(nodes.items()))
                 present = Path(None if self.path.calls is None else recorder, nodes, evidence)
-                self.is_other = bool(self.dead) and path.has_other_calls(present)
-                check_same_path(path, present, recorder, self.function)
+                if path != present:
+                    self.is_other = bool(self.dead) and path.has_other_calls(present)
+                    check_same_path(path, present, recorder, self.function)
                 if self.subject is not None and self.state is not None and self.path.calls is not None:
                     self.subject.add(self.path.evidence, evidence, self.state.is_repeatable)
         self.is_recomputed, self.is_over = True, is_last
@@ -487,17 +490,10 @@ class Region:
         """Whether backward has not yet been through a recomputation without these dead calls."""
         return bool(self.dead) and not self.dead.is_proven and not self.accumulates_inside
 
-    def _object_arguments(self):
-        """The arguments that are objects, in which the region's code can replace tensors."""
-        return [item for item in self.template if not is_plain(item)] if self.guarantees.unchanged else []
-
     def _not_leaves(self, aliases):
-        """The inputs of the recomputation: the aliases, or views of them where an input must not be a leaf.
-
-        Code may ask whether its input is a leaf, as autocast does: it casts a leaf once and sums the gradients of its
-        uses in the lower precision. Modes such as FlopCounterMode hook the inputs of modules, and torch runs no such
-        hooks on a leaf whose gradient is captured.
-        """
+        """The inputs of the recomputation: the aliases, or views of them where an input must not be a leaf: autocast
+        casts a leaf once and sums the gradients of its uses in the lower precision, and torch runs no hooks of modes
+        such as FlopCounterMode on a leaf whose gradient is captured."""
         make_view = self.needs_grad if torch._C._len_torch_dispatch_stack() else self.is_computed
         if True not in make_view:
             return aliases

@@ -313,11 +313,17 @@ def _call(module, forward, args, kwargs):
     return _call_as_it_is(run, _local.in_place, module, module, forward, args, kwargs)
 
 
-# Torch: Dynamo compiles `_Forward.__get__` as a function, whose code reads ``forward``, which calls `__get__` again. So
-# it is skipped, as by ``torch._dynamo.eval_frame.skip_code``, without its import. Versions: 2.11 to 2.14; test:
-# test_modules_of_a_shared_class_compile_as_one_graph in tests/checkpointing/test_standing_in.py.
 _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def leave_uncompiled(function) -> None:
+    """Tell Dynamo never to compile the frame of `function`: ``torch._dynamo.eval_frame.skip_code``, not imported."""
+    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(function.__code__, skip)
+
+
+# Torch: Dynamo compiles `_Forward.__get__` as a function, whose code reads ``forward``, which calls `__get__` again.
+# Versions: 2.11 to 2.14; test: test_modules_of_a_shared_class_compile_as_one_graph in test_standing_in.py.
 _SKIPPED = (_Forward.__get__, _Forward._made, _Forward._stood_in, _bound, _forward_of, _method, _function, _of_class)
 for _each in (*_SKIPPED, _Forward.take_defaults, own_attribute, _call_as_it_is):
-    _skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-    _dynamo.set_code_exec_strategy(_each.__code__, _skip)
+    leave_uncompiled(_each)

@@ -37,8 +37,8 @@ ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtyp
 
 
 def is_plain(item) -> bool:
-    """Whether a stripped argument is a slot or a value that cannot contain a tensor."""
-    return type(item) is Slot or type(item) in ATOMS
+    """Whether a stripped argument is a slot, a value that cannot contain a tensor, or a tuple of these."""
+    return type(item) is Slot or type(item) in ATOMS or (type(item) is tuple and all(map(is_plain, item)))
 
 
 def strip(obj, tensors: Tensors):

@@ -235,6 +235,35 @@ def test_models_cost_at_most_what_torchs_checkpoint_costs(kind, dropout):
         assert results[how][1] <= results["torch"][1]
 
 
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_running_statistics_need_no_copies_between_forward_and_backward(forwards):
+    results = []
+    for call in HOW.values():
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(640, 640, 1), nn.BatchNorm2d(640), nn.ReLU()) for _ in range(4))
+        x = torch.randn(64, 640, 2, 2, requires_grad=True)
+
+        def step(call=call, blocks=blocks, x=x):
+            blocks.zero_grad()
+            losses = []
+            for _ in range(forwards):
+                y = x
+                for block in blocks:
+                    y = call(block, y)
+                losses.append(y.square().sum())
+            for loss in losses:
+                loss.backward()
+
+        for _ in range(2):
+            step()
+        gradients = [each.grad.clone() for each in blocks.parameters()]
+        peak = ackpt.measure(step, resident=[blocks, x], repeats=0).dynamic_peak_bytes
+        results.append((peak, [*gradients, *(each.clone() for each in blocks.buffers())]))
+    plain, of_torch, ours = results
+    assert all(map(torch.equal, plain[1], ours[1]))
+    assert ours[0] <= of_torch[0]
+
+
 class Chain(nn.Module):
     """Four blocks, each a region, and perhaps in another one; `other`: what else uses the weights and gradients."""
 

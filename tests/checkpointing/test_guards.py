@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import ackpt
+from ackpt.checkpointing.evidence import RECORDED_RUNS, subject_of
 
 Error = ackpt.CheckpointError
 
@@ -445,6 +446,41 @@ def test_buffers_are_exact_with_several_forwards_before_the_backwards(call, make
         loss.backward()
     assert_equal(after_forward, list(model.buffers()), "buffer")
     return [x.grad for x in inputs] + [p.grad for p in model.parameters()] + after_forward
+
+
+READS = {
+    "nothing": lambda norm: 1,
+    "clone": lambda norm: norm.running_mean.clone(),
+    "view": lambda norm: norm.running_mean[:2].repeat(2),
+    "earlier view": lambda norm: norm.view.clone(),
+    "data": lambda norm: norm.running_mean.data.clone(),
+    "numpy": lambda norm: torch.from_numpy(norm.running_mean.numpy().copy()),
+    "evaluation": lambda norm: F.batch_norm(torch.ones(1, 4), norm.running_mean, norm.running_var)[0],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("reads_first", [False, True])
+@bit_equal
+def test_running_statistics_that_other_code_reads_are_those_of_each_forward(call, read, reads_first):
+    norm, inputs = nn.BatchNorm1d(4), [batch(6), batch(6)]
+    norm.view = norm.running_mean[:]
+
+    def function(x):
+        return read(norm) * norm(x) if reads_first else norm(x) * read(norm)
+
+    for _ in range(3):  # after three recomputations, the region is small enough to run without a recorder
+        for loss in [total(call(function, x)) for x in inputs]:
+            loss.backward()
+    return [*(x.grad for x in inputs), *(p.grad for p in norm.parameters()), *norm.buffers()]
+
+
+def test_small_regions_with_norms_are_recorded_in_their_first_runs_only():
+    norm = nn.BatchNorm1d(4)
+    for _ in range(RECORDED_RUNS):
+        assert subject_of(norm) is None or subject_of(norm).passed < RECORDED_RUNS  # pyright: ignore
+        total(ackpt.checkpoint(norm, batch(6))).backward()
+    assert subject_of(norm).passed == RECORDED_RUNS  # pyright: ignore
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore::FutureWarning")
