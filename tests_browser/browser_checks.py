@@ -164,6 +164,14 @@ def darken(page: Page) -> None:
         page.wait_for_function("document.documentElement.dataset.theme === 'dark'", timeout=15_000)
 
 
+def grounds_of_dark_figures(page: Page) -> list[str]:
+    """What lies behind the figures of a dark page, which are drawn for the page's own ground."""
+    grounds = page.evaluate(
+        "[...document.querySelectorAll('img.in-dark')].map(each => [each.src, getComputedStyle(each).backgroundColor])"
+    )
+    return [f"dark: {source} on {ground}" for source, ground in grounds if ground != "rgba(0, 0, 0, 0)"]
+
+
 def wrong_ground(page: Page, theme: str) -> list[str]:
     """Is the page drawn in the theme `light` or `dark`? By its mark and by its ground."""
     shown, brightness = page.evaluate(GROUND)

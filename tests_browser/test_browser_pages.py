@@ -1,6 +1,6 @@
 """Every page, light and dark, wide and narrow: no error, nothing from elsewhere, nothing that axe-core finds."""
 
-from browser_checks import darken, too_wide, unfold, violations, wrong_ground
+from browser_checks import darken, grounds_of_dark_figures, too_wide, unfold, violations, wrong_ground
 from built_pages import is_source, kinds_of_code
 
 SHOW = "code => document.querySelector('article div.highlight pre').insertAdjacentHTML('beforeend', code)"
@@ -16,7 +16,7 @@ def test_page(reading, base, site, opened_page, pytestconfig):
     found = wrong_ground(page, "light") + violations(page)
     keep(page, path, pictures, "light-1440")
     darken(page)
-    found += wrong_ground(page, "dark") + violations(page, colours_only=True)
+    found += wrong_ground(page, "dark") + grounds_of_dark_figures(page) + violations(page, colours_only=True)
     found += too_wide(page, 1440) + too_wide(page, 390)
     keep(page, path, pictures, "dark-390")
     assert problems + found == []
