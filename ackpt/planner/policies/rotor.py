@@ -9,9 +9,11 @@ activations of a block need not all be live at once. So its schedules for every 
 without, are simulated with those of ``full``; the cheapest one that fits is taken.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from math import ceil, floor, gcd, inf
 from numbers import Integral
 from typing import NamedTuple
@@ -22,12 +24,13 @@ from ackpt.core.errors import BudgetError
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.policies.chains.block_options import BlockStep
 from ackpt.planner.policies.chains.blocks import BlockChain, Walk, fine_chain
+from ackpt.planner.policies.chains.chain_table import BACKWARD, FORWARD, ChainTable, Option, Partial, Stage
+from ackpt.planner.policies.chains.chain_table import Operation as ChainOperation
 from ackpt.planner.policies.full import segmentations
 from ackpt.planner.policies.search.frontier import cheapest, costs
 from ackpt.planner.schedule.schedule import Schedule, lower
 
 FORWARD_ALL, FORWARD_CHECKPOINT, FORWARD_NONE = "forward all", "forward checkpoint", "forward none"
-BACKWARD = "backward"
 # Sizes are rounded to so many parts of all that can be saved, rotor's own 500; the simulator decides what fits.
 _SIZE_UNITS = 500
 # More blocks than this are joined, equally many neighbors at a time: time grows with their third power.
@@ -116,8 +119,8 @@ def solve(chain: Chain, budget: float, slots: int = 500) -> Solution:
 
     Sizes are exact if the budget is at most `slots` units, where the unit is the greatest common divisor of whole
     sizes. Otherwise sizes are rounded up to a `slots`-th of the budget: the budget is kept, but the fastest schedule
-    may be missed. The schedule of least bytes is always found. A gradient has the size of the output that it belongs
-    to.
+    may be missed. Those that save everything and that need least bytes are always found. A gradient has the size of
+    the output that it belongs to.
 
     Args:
         chain: times and bytes of its stages.
@@ -136,15 +139,16 @@ def solve(chain: Chain, budget: float, slots: int = 500) -> Solution:
         raise ValueError(f"a budget is a positive number of bytes, got {budget!r}")
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise ValueError(f"slots must be a whole number, at least 1; got {slots!r}")
-    least = _Least(chain)
-    needed = least.bytes + chain.input_bytes
+    least, fewest = _least(chain)
+    needed = least + chain.input_bytes
     if budget < needed:
         raise BudgetError(
             f"no persistent schedule of this chain of {len(chain.forward)} stages fits into {budget} bytes; "
             f"the smallest feasible budget is {needed} bytes."
         )
-    table = _Table(chain, budget, slots, least)
-    return _unrolled(chain, table.choose, table.capacity)
+    table, capacity = _table(chain, budget, slots)
+    ways = [fewest] if table.costs()[capacity] == inf else [table.operations(capacity), fewest]
+    return min((_solution(chain, steps) for steps in ways), key=lambda solution: solution.time)
 
 
 def frontier(chain: Chain, slots: int = 500) -> list[Solution]:
@@ -154,169 +158,93 @@ def frontier(chain: Chain, slots: int = 500) -> list[Solution]:
         >>> [solution.time for solution in frontier(Chain([1] * 4, [1] * 4, [1] * 4, [1] * 4))]
         [8, 10, 13]
     """
-    least = _Least(chain)
-    table = _Table(chain, inf, slots, least)
-    times = table.costs[0][-1]
-    steps = [left for left in range(table.capacity, -1, -1) if times[left] < (times[left - 1] if left else inf)]
-    solutions = [_unrolled(chain, table.choose, left) for left in steps]
-    return list(dict.fromkeys([*solutions, _unrolled(chain, table.choose, None)]))
+    table, capacity = _table(chain, inf, slots)
+    times = table.costs()
+    steps = [left for left in range(capacity, -1, -1) if times[left] < (times[left - 1] if left else inf)]
+    solutions = [_solution(chain, table.operations(left)) for left in steps]
+    return list(dict.fromkeys([*solutions, _solution(chain, _least(chain)[1])]))
 
 
-def _unrolled(chain: Chain, choose: Callable, left: int | None) -> Solution:
-    """The schedule that ``choose(first, last, left)`` decides, from the whole chain down to single stages.
-
-    For a stretch with `left` units of memory, `choose` returns the next checkpoint, or None to save everything of the
-    first stage, and the units left for the stages that follow.
-    """
-    stages = len(chain.forward)
-    operations: list[Operation] = []
-    todo: list = [(0, stages - 1, left)]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, Operation):
-            operations.append(item)
-            continue
-        first, last, left = item
-        split, left_after = (None, 0) if first == last else choose(first, last, left)
-        if split is None:
-            operations.append(Operation(FORWARD_ALL, first))
-            todo.append(Operation(BACKWARD, first))
-            if first < last:
-                todo.append((first + 1, last, left_after))
-        else:
-            operations.append(Operation(FORWARD_CHECKPOINT, first))
-            operations += [Operation(FORWARD_NONE, stage) for stage in range(first + 1, split)]
-            todo += [(first, split - 1, left), (split, last, left_after)]
-    times = {BACKWARD: chain.backward}
-    time = sum(times.get(kind, chain.forward)[stage] for kind, stage in operations)
-    return Solution(time, tuple(operations))
-
-
-class _Needs:
-    """Memory that a stage needs while the gradient of stage t's output is live, in the unit of the sizes."""
-
-    def __init__(self, output, saved, forward_overhead, backward_overhead):
-        self.output, self.saved = np.asarray(output), np.asarray(saved)
-        self.forward_overhead, self.backward_overhead = np.asarray(forward_overhead), np.asarray(backward_overhead)
-        self.passing = self.output[:-1] + self.output[1:] + self.forward_overhead[1:]
-
-    def all(self, s: int) -> np.ndarray:
-        """m_all(s, t) for all t >= s."""
-        forward = self.saved[s] + self.forward_overhead[s]
-        return np.maximum(self.output[s:] + forward, self.output[s] + self.saved[s] + self.backward_overhead[s])
-
-    def null(self, s: int) -> np.ndarray:
-        """m_null(s, t) for all t > s."""
-        alone = self.output[s : s + 1] + self.forward_overhead[s]
-        return self.output[s + 1 :] + np.maximum.accumulate(np.concatenate([alone, self.passing[s:-1]]))
-
-    def everything(self):
-        """The peak of the schedule that saves everything."""
-        last = len(self.output) - 1
-        before = np.cumsum(self.saved) - self.saved
-        return max(before[s] + self.all(s)[last - s] for s in range(last + 1))
-
-
-class _Least:
-    """The least bytes that the stages s to t need, exactly, and the least time with these bytes."""
-
-    def __init__(self, chain: Chain):
-        needs = _Needs(chain.output_bytes, chain.saved_bytes, chain.forward_overhead, chain.backward_overhead)
-        n = len(needs.output)
-        before = np.concatenate([[0.0], np.cumsum(chain.forward)])
-        self.needed = np.zeros((n, n), dtype=needs.saved.dtype)
-        self.times = np.zeros((n, n))
-        self.splits = np.full((n, n), -1)
-        for s in reversed(range(n)):
-            save_all, pass_by = needs.all(s), needs.null(s)
-            time = chain.forward[s] + chain.backward[s]
-            self.needed[s, s], self.times[s, s] = save_all[0], time
-            for t in range(s + 1, n):
-                later, sooner = slice(s + 1, t + 1), slice(s, t)
-                split = np.maximum(needs.output[sooner] + self.needed[later, t], self.needed[s, sooner])
-                saved = max(save_all[t - s], needs.saved[s] + self.needed[s + 1, t])
-                needed = np.append(np.maximum(split, pass_by[t - s - 1]), saved)
-                times = before[later] - before[s] + self.times[later, t] + self.times[s, sooner]
-                times = np.where(needed == needed.min(), np.append(times, time + self.times[s + 1, t]), np.inf)
-                at = int(np.argmin(times))
-                self.needed[s, t], self.times[s, t] = needed.min(), times[at]
-                self.splits[s, t] = s + 1 + at if s + at < t else -1
-        self.bytes = self.needed[0, n - 1].item()
-
-
-class _Table:
-    """C(s, t, m): the least time of the stages s to t, for every m from 0 to ``capacity`` units.
-
-    ``costs[s][t - s]`` is C(s, t, .). ``after[t][j]`` is the time of all forwards before j plus C(j, t, .) with the
-    output that j starts from live, so that the minimum over all splits j of (s, t) is one sum of two tables. Sizes are
-    rounded up, so a schedule that just fits may seem not to; the schedule of least bytes is known to fit.
-    """
-
-    def __init__(self, chain: Chain, budget, slots: int, least: _Least):
-        sizes, self.capacity, unit = _in_units(chain, budget, slots)
-        self.needs = needs = _Needs(*sizes)
-        self.least, self.least_units = least, np.vectorize(lambda size: ceil(size / unit), otypes=[int])(least.needed)
-        self.forward, self.backward = chain.forward, chain.backward
-        self.before = np.concatenate([[0.0], np.cumsum(chain.forward)])
-        n = len(chain.forward)
-        self.costs = [np.empty((n - s, self.capacity + 1)) for s in range(n)]
-        self.after = [np.empty((t + 1, self.capacity + 1)) for t in range(n)]
-        for s in reversed(range(n)):
-            save_all, pass_by = needs.all(s), needs.null(s)
-            for t in range(s, n):
-                best = self._save_all(s, t)
-                best[: save_all[t - s]] = np.inf
-                if t > s:
-                    passed = (self.after[t][s + 1 :] + self.costs[s][: t - s]).min(axis=0) - self.before[s]
-                    passed[: pass_by[t - s - 1]] = np.inf
-                    np.minimum(best, passed, out=best)
-                feasible = best[self.least_units[s, t] :]
-                np.minimum(feasible, least.times[s, t], out=feasible)
-                self.costs[s][t - s] = best
-                if s:
-                    self.after[t][s] = _with_taken(best, needs.output[s - 1]) + self.before[s]
-
-    def choose(self, s: int, t: int, left: int | None) -> tuple[int | None, int | None]:
-        """See `_unrolled`; `left` is None where the schedule of least bytes is taken."""
-        needs = self.needs
-        if left is not None:
-            saved = self._save_all(s, t)[left] if left >= needs.all(s)[t - s] else np.inf
-            passed = self.after[t][s + 1 :, left] + self.costs[s][: t - s, left] - self.before[s]
-            split = int(np.argmin(passed))
-            passes = passed[split] if left >= needs.null(s)[t - s - 1] else np.inf
-            if left < self.least_units[s, t] or min(saved, passes) <= self.least.times[s, t]:
-                if saved <= passes:
-                    return None, left - int(needs.saved[s])
-                return s + 1 + split, left - int(needs.output[s + split])
-        split = int(self.least.splits[s, t])
-        return (None if split < 0 else split), None
-
-    def _save_all(self, s: int, t: int) -> np.ndarray:
-        time = self.forward[s] + self.backward[s]
-        if s == t:
-            return np.full(self.capacity + 1, float(time))
-        return _with_taken(self.costs[s + 1][t - s - 1], self.needs.saved[s]) + time
-
-
-def _with_taken(costs: np.ndarray, size: int) -> np.ndarray:
-    """`costs` by units of memory if `size` units are taken."""
-    shifted = np.full(len(costs), np.inf)
-    shifted[size:] = costs[: max(0, len(costs) - size)]
-    return shifted
-
-
-def _in_units(chain: Chain, budget, slots: int):
-    """The four sizes in units, rounded up; the budget without the input in units, rounded down; the bytes of a unit."""
-    sizes = (chain.output_bytes, chain.saved_bytes, chain.forward_overhead, chain.backward_overhead)
+def _table(chain: Chain, budget, slots: int) -> tuple[ChainTable, int]:
+    """The table of `chain` with sizes in units, rounded up, and the units of `budget` without the chain's input."""
+    sizes = chain.output_bytes, chain.saved_bytes, chain.forward_overhead, chain.backward_overhead
     # More than saving everything needs is of no use, and would only make the units coarser.
-    left = Fraction(_Needs(*sizes).everything().item())
-    if budget < left + Fraction(chain.input_bytes):
+    everything = left = Fraction(_everything(*sizes))
+    if budget < everything + Fraction(chain.input_bytes):
         left = Fraction(budget) - Fraction(chain.input_bytes)
     whole = [int(size) for size in chain.sizes() if isinstance(size, Integral)]
     unit = Fraction(gcd(*whole) if len(whole) == len(chain.sizes()) else 0)
     if not unit or left / unit > slots:
         unit = left / slots or Fraction(1)
-    return [[ceil(Fraction(size) / unit) for size in group] for group in sizes], floor(left / unit), unit
+    in_units = [[ceil(Fraction(size) / unit) for size in group] for group in sizes]
+    capacity = floor(left / unit) if left < everything else _everything(*in_units)
+    stages = []
+    for stage, (output, saved, forward, backward) in enumerate(zip(*in_units)):
+        time = float(chain.forward[stage])
+        whole_stage = Option(frozenset([stage]), saved - output, saved + forward, output + saved + backward, 0.0)
+        nothing = Option(frozenset(), 0, output + forward, output + saved + max(forward, backward), time)
+        stages.append(Stage((Partial(nothing, (whole_stage,), (time,), time),), output, output, 0))
+    return ChainTable(stages, max(1, capacity), max(1, capacity), first_is_free=False), capacity
+
+
+def _everything(output, saved, forward, backward):
+    """The peak of the schedule that saves everything."""
+    peaks = (max(output[-1] + s + f, o + s + b) for o, s, f, b in zip(output, saved, forward, backward))
+    return max(map(operator.add, accumulate(saved, initial=0), peaks))
+
+
+def _least(chain: Chain) -> tuple[float, Iterator[ChainOperation]]:
+    """The least bytes that the stages need, exactly, and the fastest schedule with these bytes."""
+    sizes = (chain.output_bytes, chain.saved_bytes, chain.forward_overhead, chain.backward_overhead)
+    output, saved, in_forward, in_backward = map(np.asarray, sizes)
+    n = len(output)
+    begins = np.cumsum([0.0, *chain.forward])
+    passing = np.append(0, output[:-1]) + output + in_forward
+    needed = np.zeros((n, n), dtype=np.result_type(output, saved, in_forward, in_backward))
+    times, lengths = np.zeros((n, n)), np.zeros((n, n), dtype=int)
+    for s in reversed(range(n)):
+        for t in range(s, n):
+            later, sooner = slice(s + 1, t + 1), slice(s, t)  # of the first stage after a stretch, and of its last one
+            needs, costs = needed[s, sooner], times[s, sooner] + times[later, t] + begins[later] - begins[s]
+            if s < t:
+                pass_by = output[t] + max(output[s] + in_forward[s], passing[s + 1 : t].max(initial=0))
+                needs = np.maximum(np.maximum(output[sooner] + needed[later, t], needs), pass_by)
+            save_all = max(output[t] + saved[s] + in_forward[s], output[s] + saved[s] + in_backward[s])
+            rest_bytes, rest = (saved[s] + needed[s + 1, t], times[s + 1, t]) if s < t else (0, 0.0)
+            needs, costs = np.append(needs, max(save_all, rest_bytes)), np.append(costs, chain.forward[s] + rest)
+            costs[needs > needs.min()] = inf
+            lengths[s, t] = costs.argmin() + 1
+            needed[s, t], times[s, t] = needs.min(), costs.min()
+
+    def operations(s: int, t: int) -> Iterator[ChainOperation]:
+        if (j := s + int(lengths[s, t])) <= t:
+            yield ChainOperation(FORWARD, s, j - 1)
+            yield from operations(j, t)
+            yield from operations(s, j - 1)
+            return
+        if s < t:
+            yield ChainOperation(FORWARD, s, s, frozenset([s]))
+            yield from operations(s + 1, t)
+        yield ChainOperation(BACKWARD, s, s)
+
+    return needed[0, -1].item(), operations(0, n - 1)
+
+
+def _solution(chain: Chain, steps: Iterable[ChainOperation]) -> Solution:
+    """The schedule of a chain table's operations, which leave out a forward right before the stage's own backward."""
+    operations: list[Operation] = []
+    saved_whole = set()
+    for kind, first, last, saved in ((step.kind, step.first, step.last, step.saved) for step in steps):
+        if saved or (kind == BACKWARD and first not in saved_whole):
+            saved_whole.add(first)
+            operations.append(Operation(FORWARD_ALL, first))
+        elif kind == FORWARD:
+            operations.append(Operation(FORWARD_CHECKPOINT, first))
+            operations += [Operation(FORWARD_NONE, stage) for stage in range(first + 1, last + 1)]
+        if kind == BACKWARD:
+            operations.append(Operation(BACKWARD, first))
+    times = {BACKWARD: chain.backward}
+    return Solution(sum(times.get(kind, chain.forward)[s] for kind, s in operations), tuple(operations))
 
 
 def schedule(graph, profile, limit_bytes) -> Schedule:

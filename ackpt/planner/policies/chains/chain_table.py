@@ -92,10 +92,11 @@ class ChainTable:
     A decision is one number, ``number * (blocks + 1) + length``. Either the first `length` blocks run for the sake of
     their last output, with the partial `number` saved; or, if `length` is 0, the first block runs and saves what its
     option `number` says until its backward. A single block of which a part is saved has no decision.
+    ``first_is_free``: whether the first forward costs nothing and no gradient is live in it.
     """
 
-    def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600):
-        self.stages, self.slots = stages, slots
+    def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600, first_is_free: bool = True):
+        self.stages, self.slots, self._start = stages, slots, _FIRST if first_is_free else 0
         self.slot_bytes = max(1.0, memory_bytes / slots)
         n = len(stages)
         self.partials = range(len(stages[0].partials))
@@ -128,16 +129,16 @@ class ChainTable:
                     if key not in solved:
                         solved[key] = self._solve(partial, s, t)
                     self._row[partial, s, t] = solved[key]
-        for s in range(n - 1, -1, -1):
+        for s in range(n - 1, -1, -1) if first_is_free else ():
             self._row[_FIRST, s, n - 1] = self._solve(_FIRST, s, n - 1)
 
     def costs(self) -> np.ndarray:
         """Added cost of the whole chain by slots of memory; infinite where it does not fit."""
-        return self._rows.solved[self._row[_FIRST, 0, -1]].costs
+        return self._rows.solved[self._row[self._start, 0, -1]].costs
 
     def operations(self, slot: int) -> Iterator[Operation]:
         """The cheapest way through the chain within `slot` slots."""
-        yield from self._operations(_FIRST, 0, len(self.stages) - 1, slot)
+        yield from self._operations(self._start, 0, len(self.stages) - 1, slot)
 
     def _solve(self, partial: int, s: int, t: int) -> int:
         """The backward of the blocks `s` to `t`, from the input of `s` and the saved `partial` of all of them: a row.
