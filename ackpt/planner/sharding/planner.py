@@ -20,7 +20,7 @@ from ackpt.metering.timeline import Timeline
 from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.choose import cannot_keep
 from ackpt.planner.costs.profiles import Profile
-from ackpt.planner.policies.chains.block_options import BlockStep
+from ackpt.planner.policies.chains.block_options import options_of_blocks
 from ackpt.planner.policies.chains.blocks import cut_at, inner_cuts
 from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import (
@@ -214,21 +214,13 @@ class Blocks:
         """The choices between saving all and saving nothing, the largest first; found once for equal blocks."""
         if self._chain is None:
             return []
-        alike: dict[tuple, list[frozenset[int]]] = {}
-        options: list[list[frozenset[int]]] = [[]]
-        for block, group in zip(self._chain.blocks[1:], self.groups[1:]):
-            units = [sorted(unit) for unit in block.units]
-            key = (group.shapes(), tuple(tuple(self.analysis.bytes[s] for s in unit) for unit in units))
-            inside = [storage for unit in units for storage in unit]
-            if key not in alike:
-                local = BlockStep(self.analysis, block, self._chain.pinned, self.cost, self.profile.workspace_bytes)
-                ranked = sorted(local.options(), key=lambda option: (option.cost, option.saved_bytes))
-                alike[key] = [frozenset(inside.index(storage) for storage in option.saved) for option in ranked]
-            options.append([frozenset(inside[index] for index in indices) for indices in alike[key]])
-        count = max(map(len, options))
+        options = options_of_blocks(self.graph, self._chain, tuple(self.cost), tuple(self.profile.workspace_bytes))
+        ranked = [sorted(each, key=lambda option: (option.cost, option.saved_bytes)) for each in options]
+        ranked = ranked[1 : len(self.groups)]
+        count = max(map(len, ranked))
         rows = []
         for number in range(count):
-            saved = (ranked[round(number * (len(ranked) - 1) / max(1, count - 1))] for ranked in options[1:])
+            saved = (of_block[round(number * (len(of_block) - 1) / max(1, count - 1))].saved for of_block in ranked)
             rows.append(Choice(f"option {number}", (frozenset(), *saved)))
         return rows
 

@@ -8,7 +8,7 @@ has a workspace in the threads of forward and backward. Collectives of NCCL allo
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ackpt.core.errors import BudgetError
@@ -16,7 +16,7 @@ from ackpt.metering.gpus import BLOCK, AllocatorSettings, CachingAllocator, gpu
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.policies import selective
-from ackpt.planner.workloads.planned_shapes import DeviceMemory, PlanConfig, captured, in_chunks
+from ackpt.planner.workloads.planned_shapes import DeviceMemory, PlanConfig, captured, in_chunks, pieces
 from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, optimizer_kind, training_step
 
 from .planner import CAPTURED, SELECTIVE, Blocks, Choice, ShardedPlan, Table, check_policy, deep
@@ -176,7 +176,7 @@ def rank_memory(
         for (size, _), memory in zip(window.events, window.memory, strict=True)
     ]
     held = {memory.key for _, _, memory in events if memory.key[-1] == PREVIOUS}
-    state = Memory(COMPUTE, ("optimizer's state",), tuple(_state(resident["optimizer"], shards)))
+    state = Memory(COMPUTE, ("optimizer's state",), tuple(pieces(resident["optimizer"], shards)))
     for _ in range(STEPS):
         for key in [key for key in pools.live if key[-1] in REDUCED_KEYS]:  # zero_grad(set_to_none=True)
             pools.free(key)
@@ -188,7 +188,7 @@ def rank_memory(
             if memory.key[-1] == OPTIMIZER:
                 if state.key not in pools.live:
                     pools.allocate(state, resident["optimizer"])
-                memory = memory._replace(blocks=tuple(_state(abs(size), shards)))
+                memory = memory._replace(blocks=tuple(pieces(abs(size), shards)))
             if size < 0:
                 pools.free(memory.key)
             elif memory.key not in pools.live:
@@ -234,12 +234,3 @@ class _Pools:
         allocator, numbers = self.live.pop(key)
         for number in numbers:
             allocator.free(number)
-
-
-def _state(size: int, shards: list[int]) -> Iterator[int]:
-    """`size` bytes as an optimizer makes them: blocks as large as each shard, in their order; what remains is one."""
-    each, rest = divmod(size, sum(shards)) if shards else (0, size)
-    for shard in shards:
-        yield from [shard] * each
-    if rest:
-        yield rest
