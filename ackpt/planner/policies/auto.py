@@ -117,20 +117,15 @@ def chain_schedules(graph: JointGraph, chain: BlockChain, profile, partials: int
             break
         operations = tuple(table.operations(slot))
         if operations != previous:
-            schedules.append(_walked(graph, chain, operations))
+            walk = Walk(graph, chain)
+            for operation in operations:
+                if operation.kind == BACKWARD:
+                    walk.reverse(operation.first, operation.first)
+                else:
+                    walk.save(operation.saved | chain.blocks[operation.last].output)
+            schedules.append(walk.schedule())
         previous = operations
     return schedules
-
-
-def _walked(graph: JointGraph, chain: BlockChain, operations) -> Schedule:
-    """The schedule of the operations of a chain table."""
-    walk = Walk(graph, chain)
-    for operation in operations:
-        if operation.kind == BACKWARD:
-            walk.reverse(operation.first, operation.first)
-        else:
-            walk.save(operation.saved | chain.blocks[operation.last].output)
-    return walk.schedule()
 
 
 def packings(graph: JointGraph, profile: Profile, schedules: list[Schedule], search: Callable | None) -> list[Schedule]:

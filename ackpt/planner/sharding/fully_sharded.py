@@ -64,14 +64,11 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
     states = list(states_of(model))
     if not states or states[0][0]:
         raise ShardingError("fully_shard was not applied to the model itself: call fully_shard(model) after its blocks")
-    repeated, blocks = repeated_blocks(model), {}
-    numbers: dict[int, int] = {}
-    root, others = [], []
+    repeated, blocks, others = repeated_blocks(model), {}, []
     for name, module, state in states:
         _require_planned(name, module, state)
         if name in repeated:
-            numbers[id(state)] = len(blocks) + 1
-            blocks[name] = module, state
+            blocks[name] = state
         elif outer := [
             each for each, block in repeated.items() if name.startswith(f"{each}.") or block in state._modules
         ]:
@@ -80,12 +77,13 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
                 "alone, and on no module inside of it"
             )
         else:
-            (others if name else root).append(state)
+            others.append(state)
     if not blocks:
         raise ShardingError(
             f"{own_class(model).__name__} has no block that is sharded by itself, so nothing can be recomputed without "
             "another all-gather: call fully_shard on every block, then on the model"
         )
+    numbers = {id(state): number for number, state in enumerate(blocks.values(), 1)}
     paths = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     managed = {name for _, _, state in states for each in params_of(state) for name in _names_of(each, paths)}
     if ignored := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in managed]:
@@ -98,8 +96,8 @@ def groups_of_sharded(model: nn.Module) -> tuple[Group, ...]:
         ahead = (numbers.get(id(other)) for state in of for other in state._states_to_forward_prefetch)
         return Group(name, weights, kept, tuple(number for number in ahead if number is not None))
 
-    found = [group("", root + others, _is_kept(root[0], is_root=True))]
-    return (*found, *(group(name, [state], _is_kept(state)) for name, (_, state) in blocks.items()))
+    root = group("", others, _is_kept(states[0][2], is_root=True))
+    return (root, *(group(name, [state], _is_kept(state)) for name, state in blocks.items()))
 
 
 def sharding_of(model: nn.Module) -> Sharding:

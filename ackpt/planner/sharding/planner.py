@@ -21,7 +21,7 @@ from ackpt.planner.capture.joint_graph import BACKWARD, FORWARD, JointGraph
 from ackpt.planner.choose import cannot_keep
 from ackpt.planner.costs.profiles import Profile
 from ackpt.planner.policies.chains.block_options import options_of_blocks
-from ackpt.planner.policies.chains.blocks import cut_at, inner_cuts
+from ackpt.planner.policies.chains.blocks import BlockChain, cut_at, inner_cuts
 from ackpt.planner.policies.search.frontier import costs
 from ackpt.planner.schedule.schedule import (
     COMPUTE,
@@ -90,8 +90,21 @@ class Blocks:
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
-        """Saving all, per-block checkpointing, and choices between these if the blocks form a chain."""
-        return (*self.eager_choices, *self._between())
+        """Saving all, per-block checkpointing, and choices between these if the blocks form a chain.
+
+        The latter save less and less; they are found once for equal blocks.
+        """
+        if self._chain is None:
+            return self.eager_choices
+        options = options_of_blocks(self.graph, self._chain, tuple(self.cost), tuple(self.profile.workspace_bytes))
+        ranked = [sorted(each, key=lambda option: (option.cost, option.saved_bytes)) for each in options]
+        ranked = ranked[1 : len(self.groups)]
+        count = max(map(len, ranked))
+        between = []
+        for number in range(count):
+            saved = (of_block[round(number * (len(of_block) - 1) / max(1, count - 1))].saved for of_block in ranked)
+            between.append(Choice(f"option {number}", (frozenset(), *saved)))
+        return (*self.eager_choices, *between)
 
     @cached_property
     def eager_choices(self) -> tuple[Choice, Choice]:
@@ -184,19 +197,15 @@ class Blocks:
         return tuple(map(frozenset, saved))
 
     @cached_property
-    def _cuts(self) -> list[int] | None:
-        """The storage that each group passes to the next, the root first; None if one passes more than one tensor."""
+    def _chain(self) -> BlockChain | None:
+        """The chain of the groups, the root first; None if one passes more than one tensor to the next."""
         last: dict[int, int] = {}
         first_block = min((nodes[0] for nodes in self.forward[1:] if nodes), default=0)
         for cut in inner_cuts(self.graph):
             producer = self.graph.storages[cut].producer
             if self.owners[producer] != ROOT or producer < first_block:
                 last[self.owners[producer]] = cut
-        return [last[group] for group in range(len(self.groups))] if len(last) == len(self.groups) else None
-
-    @cached_property
-    def _chain(self):
-        return None if self._cuts is None else cut_at(self.graph, self._cuts)
+        return cut_at(self.graph, [cut for _, cut in sorted(last.items())]) if len(last) == len(self.groups) else None
 
     @cached_property
     def _handed(self) -> frozenset[int]:
@@ -209,20 +218,6 @@ class Blocks:
                 if self.owners[source] != self.owners[node.id]:
                     crossing |= set(self.graph.nodes[source].storages) & self.analysis.savable
         return frozenset(crossing)
-
-    def _between(self) -> list[Choice]:
-        """The choices between saving all and saving nothing, the largest first; found once for equal blocks."""
-        if self._chain is None:
-            return []
-        options = options_of_blocks(self.graph, self._chain, tuple(self.cost), tuple(self.profile.workspace_bytes))
-        ranked = [sorted(each, key=lambda option: (option.cost, option.saved_bytes)) for each in options]
-        ranked = ranked[1 : len(self.groups)]
-        count = max(map(len, ranked))
-        rows = []
-        for number in range(count):
-            saved = (of_block[round(number * (len(of_block) - 1) / max(1, count - 1))].saved for of_block in ranked)
-            rows.append(Choice(f"option {number}", (frozenset(), *saved)))
-        return rows
 
 
 def stand_in_for(block: int, blocks: int) -> int:

@@ -54,7 +54,10 @@ class BlockStep:
         self.outside = {s for node in self.given for s in nodes[node].storages}
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
-        self.gradients = _read_later(analysis, block)
+        # What something after the block's backward reads.
+        returned, storages = storages_of(analysis.graph, analysis.bw_outputs), analysis.graph.storages
+        ours = (s for node in block.backward for s in analysis.allocated.get(node, ()))
+        self.gradients = {s for s in ours if s in returned or (storages[s].last_bw_access or 0) > block.backward[-1]}
         self._may_be_allocated = np.ones(len(analysis.bytes), dtype=bool)
         self._may_be_allocated[[*self.outside, *analysis.resident]] = False
         self._bytes, self._workspace = np.array(analysis.bytes), np.array(workspace)
@@ -206,27 +209,6 @@ def options_of_blocks(graph: JointGraph, chain: BlockChain, costs: tuple, worksp
         storage_of = dict(zip(storages_of_first, storages))
         options.append([replace(option, saved=frozenset(storage_of[s] for s in option.saved)) for option in of_first])
     return options
-
-
-def _read_later(analysis: Analysis, block: Block) -> set[int]:
-    """Storages allocated in the block's backward that something after it reads: gradients."""
-    graph = analysis.graph
-    inside = set(block.backward)
-    allocated = {s for node in block.backward for s in analysis.allocated.get(node, ())}
-    returned = storages_of(graph, analysis.bw_outputs)
-    readers = _backward_readers(graph)
-    return {s for s in allocated if s in returned or not inside.issuperset(readers.get(s, ()))}
-
-
-@once_per_graph
-def _backward_readers(graph: JointGraph) -> dict[int, set[int]]:
-    """By storage, the nodes of the backward that read it."""
-    readers: dict[int, set[int]] = {}
-    for node in graph.nodes[graph.boundary :]:
-        for source in node.inputs:
-            for storage in graph.nodes[source].storages:
-                readers.setdefault(storage, set()).add(node.id)
-    return readers
 
 
 def stages(analysis: Analysis, chain: BlockChain, cost, workspace) -> list[Stage]:

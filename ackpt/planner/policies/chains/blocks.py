@@ -8,7 +8,7 @@ it can, for the policies that come from papers on chains; `coarse_chain` joins b
 """
 
 import itertools
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph
@@ -189,7 +189,8 @@ def cut_at(graph: JointGraph, cuts: list[int], skips: frozenset[int] = frozenset
     """The blocks of `graph` between the storages `cuts`, some of its cut points in execution order."""
     analysis = graph.analysis
     births = [graph.storages[cut].producer for cut in cuts]
-    block_of = _forward_blocks(analysis, births)
+    ends = [*itertools.accumulate(births, max)]  # a block begins after the node that allocates a cut
+    block_of = {node.id: bisect_left(ends, node.id) for node in graph.nodes[: graph.boundary]}
     outputs = [siblings(analysis, birth) - skips for birth in births]
     all_outputs = frozenset(s for group in outputs for s in group)
     pinned = _pinned(analysis, all_outputs, block_of, skips)
@@ -210,17 +211,6 @@ def siblings(analysis: Analysis, node: int) -> frozenset[int]:
     """The savable storages that recomputing `node` allocates."""
     storages = set(analysis.storages(node, again=True)) & analysis.allocated.get(node, frozenset())
     return frozenset(storages & analysis.savable)
-
-
-def _forward_blocks(analysis: Analysis, births) -> dict[int, int]:
-    """``{forward node: its block}``; a block begins after the node that allocates a cut."""
-    block_of, block = {}, 0
-    for node in analysis.graph.nodes:
-        if node.phase == FORWARD:
-            block_of[node.id] = block
-            while block < len(births) and births[block] <= node.id:
-                block += 1
-    return block_of
 
 
 def _pinned(analysis: Analysis, outputs, block_of, skips) -> frozenset[int]:
