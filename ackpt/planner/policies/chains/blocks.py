@@ -107,8 +107,7 @@ class Block:
     Example:
         >>> import torch, ackpt
         >>> from ackpt.planner.policies.chains import blocks
-        >>> layers = (layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
-        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*[torch.nn.Linear(8, 8), torch.nn.Tanh()] * 4), torch.ones(64, 8))
         >>> first = blocks.fine_chain(graph).blocks[0]
         >>> first.index, [graph.storages[storage].bytes for storage in first.output]
         (0, [2048])
@@ -128,8 +127,8 @@ class BlockChain:
     Example:
         >>> import torch, ackpt
         >>> from ackpt.planner.policies.chains import blocks
-        >>> layers = (layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
-        >>> chain = blocks.fine_chain(ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8)))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*[torch.nn.Linear(8, 8), torch.nn.Tanh()] * 4), torch.ones(64, 8))
+        >>> chain = blocks.fine_chain(graph)
         >>> [block.index for block in chain.blocks]
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
@@ -146,8 +145,7 @@ def fine_chain(graph: JointGraph, most: int | None = None) -> BlockChain:
     Example:
         >>> import torch, ackpt
         >>> from ackpt.planner.policies.chains import blocks
-        >>> layers = (layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh()))
-        >>> graph = ackpt.trace(torch.nn.Sequential(*layers), torch.ones(64, 8))
+        >>> graph = ackpt.trace(torch.nn.Sequential(*[torch.nn.Linear(8, 8), torch.nn.Tanh()] * 4), torch.ones(64, 8))
         >>> len(blocks.fine_chain(graph).blocks), len(blocks.fine_chain(graph, most=2).blocks)
         (8, 2)
     """
