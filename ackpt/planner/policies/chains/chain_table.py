@@ -169,32 +169,21 @@ class ChainTable:
     def _offer_stretches(self, best: "_Best", s: int, t: int, partial: int, new: int, incoming: int) -> None:
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
 
-        `partial`: what is saved of the blocks up to `t` before. Costs do not rise with memory. So a stretch is of use
-        only in the slots where its least cost, with all memory, is below the best one so far.
+        `partial`: what is saved of the blocks up to `t` before.
         """
         if s == t:
             return
-        j = np.arange(s + 1, t + 1)  # the first block after the stretch
         saved_after = self.saved[partial][t + 1] - self.saved[partial][s + 1 : t + 1]
         saved_before = self.saved[new][s:t] - self.saved[new][s]
         running = self.forward_peaks[new][s:t] + self.input_bytes[s:t] + saved_before + saved_after
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
-        needs = np.maximum.accumulate(running) + incoming
-        run_costs = self.forward_costs[partial][j] - self.forward_costs[partial][s]
-        rests, stretches = self._row[partial, s + 1 : t + 1, t], self._row[new, s, s:t]
         saved, gradients = self._saved_slots[new][s][: t - s], self._gradient_slots[t][s + 1 :]
-        rows = self._rows
-        fits = np.maximum(saved + rows.first_finite[rests], gradients + rows.first_finite[stretches])
-        fits = np.maximum(fits, self._slots(needs))
-        # The sum in the order of the costs below, so that rounding cannot bring it above any of them.
-        stops = best.first_slots_of(rows.least[rests] + rows.least[stretches] + run_costs)
-        useful = np.flatnonzero(fits < stops)
-        if len(useful):
-            start, stop = fits[useful].min(), stops[useful].max()
-            costs = rows.moved(rests[useful], saved[useful], start, stop)
-            costs += rows.moved(stretches[useful], gradients[useful], start, stop)
-            costs += run_costs[useful, None]
-            best.choose(costs, fits[useful], new * (len(self.stages) + 1) + useful + 1, start)
+        needs = np.maximum(self._slots(np.maximum.accumulate(running) + incoming), np.maximum(saved, gradients))
+        # The rests from the first block after each stretch on, and the stretches.
+        costs = self._rows.moved(self._row[partial, s + 1 : t + 1, t], saved)
+        costs += self._rows.moved(self._row[new, s, s:t], gradients)
+        costs += (self.forward_costs[partial][s + 1 : t + 1] - self.forward_costs[partial][s])[:, None]
+        best.choose(costs, needs, new * (len(self.stages) + 1) + np.arange(1, t - s + 1))
 
     def _operations(self, partial: int, s: int, t: int, slot: int) -> Iterator[Operation]:
         """The operations of the solution of `_solve` for the same blocks within `slot` slots."""
@@ -236,27 +225,20 @@ class _Best:
         self.costs = np.full(slots + 1, np.inf)
         self.decisions = np.zeros(slots + 1, dtype=np.int64)
 
-    def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray, start: int = 0) -> None:
-        """Offer every row of `costs`, which changes, from the slot `start` on, with its own need and decision."""
+    def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray) -> None:
+        """Offer every row of `costs`, which changes, with its own need and decision."""
         if not len(costs):
             return
-        np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None] - start, np.inf)
+        np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None], np.inf)
         least = costs.min(axis=0)
-        better = np.flatnonzero(least < self.costs[start : start + len(least)])
+        better = np.flatnonzero(least < self.costs)
         if len(better):
-            self.costs[start + better] = least[better]
-            self.decisions[start + better] = decisions[costs[:, better].argmin(axis=0)]
-
-    def first_slots_of(self, costs: np.ndarray) -> np.ndarray:
-        """For each of `costs` the first slot in which the best one is at most as high."""
-        return np.searchsorted(-self.costs, -costs)
+            self.costs[better] = least[better]
+            self.decisions[better] = decisions[costs[:, better].argmin(axis=0)]
 
 
 class _Rows:
-    """The costs of all stretches by slots, in one array, so that many are read at once.
-
-    By row, ``solved``: the stretch; ``least``: the cost with all memory; ``first_finite``: the first finite slot.
-    """
+    """The costs of all stretches by slots, in one array, so that many are read at once. ``solved``: each stretch."""
 
     def __init__(self, width: int, most: int):
         self._costs = np.empty((most + 1) * width)  # only what is written takes memory
@@ -264,21 +246,17 @@ class _Rows:
         self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, width)
         self._width = width
         self.solved = [_Best(width - 1)]
-        self.least = np.full(most + 1, np.inf)
-        self.first_finite = np.full(most + 1, width)
 
     def add(self, best: _Best) -> int:
         """Add a row; returns its number."""
         row = len(self.solved)
         self.solved.append(best)
         self._costs[row * self._width : (row + 1) * self._width] = best.costs
-        self.least[row] = best.costs[-1]
-        self.first_finite[row] = np.searchsorted(-best.costs, -np.inf, side="right")
         return row
 
-    def moved(self, rows: np.ndarray, by: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The slots from `start` to `stop` of these rows, each moved to the right by its own number of slots."""
-        return self._windows[rows * self._width - np.minimum(by, self._width), start:stop]
+    def moved(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
+        """A copy of these rows, each moved to the right by its own number of slots; its first ones are arbitrary."""
+        return self._windows[rows * self._width - np.minimum(by, self._width)]
 
 
 def _prefix_sums(values) -> np.ndarray:
