@@ -201,8 +201,9 @@ def rank_memory(
             else:
                 pools.free(key)
     largest = max(each.largest_free_block for each in pools.of.values())
-    margin = where.memory_bytes - context_bytes - pools.reserved
-    return DeviceMemory(pools.peak_allocated, pools.reserved, context_bytes, margin, largest)
+    reserved = sum(each.reserved for each in pools.of.values())  # never returned to the device, so its own peak
+    margin = where.memory_bytes - context_bytes - reserved
+    return DeviceMemory(pools.peak_allocated, reserved, context_bytes, margin, largest)
 
 
 class _Pools:
@@ -213,11 +214,6 @@ class _Pools:
         self.live: dict[tuple, tuple[CachingAllocator, list[int]]] = {}
         self.numbers = itertools.count()  # of blocks
         self.peak_allocated = 0
-
-    @property
-    def reserved(self) -> int:
-        """What is never returned to the device, so its own peak."""
-        return sum(each.reserved for each in self.of.values())
 
     @property
     def allocated(self) -> int:

@@ -116,7 +116,11 @@ class ChainTable:
         ]
         self._gradient_slots = [self._slots(self.gradients[t + 1] - self.gradients[: t + 1]) for t in range(n)]
         self.options = [[self._options_of(stage, partial) for partial in (*self.partials, _FIRST)] for stage in stages]
-        self._rows = _Rows(slots + 1, len(self.partials) * n * (n + 1) // 2 + n)
+        # The costs of all stretches by slots, in one array, so that many rows are read at once.
+        self._costs = np.empty((1 + len(self.partials) * n * (n + 1) // 2 + n) * (slots + 1))
+        self._costs[: slots + 1] = np.inf  # read by the first row, moved to the right
+        self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, slots + 1)
+        self._solved = [_Best(slots)]  # by row
         self._row = np.zeros((len(self.partials) + 1, n, n), dtype=np.int64)  # by partial, first and last block
         kind_of: dict[Stage, int] = {}
         kinds = [kind_of.setdefault(stage, len(kind_of)) for stage in stages]
@@ -134,7 +138,7 @@ class ChainTable:
 
     def costs(self) -> np.ndarray:
         """Added cost of the whole chain by slots of memory; infinite where it does not fit."""
-        return self._rows.solved[self._row[self._start, 0, -1]].costs
+        return self._solved[self._row[self._start, 0, -1]].costs
 
     def operations(self, slot: int) -> Iterator[Operation]:
         """The cheapest way through the chain within `slot` slots."""
@@ -149,7 +153,7 @@ class ChainTable:
         if s == t and partial != _FIRST:
             option = self.stages[s].partials[partial].option
             best.costs[self._slots(option.backward_peak) :] = option.cost
-            return self._rows.add(best)
+            return self._add(best)
         incoming = 0 if partial == _FIRST else self.stages[t].incoming_bytes
         saved = self.saved[partial][t + 1] - self.saved[partial][s + 1]
         gradients = self.gradients[t + 1] - self.gradients[s + 1]
@@ -157,14 +161,14 @@ class ChainTable:
         needs = self._slots(np.maximum(options.forward_peaks + incoming + saved, options.backward_peaks + gradients))
         rest = np.zeros((len(needs), self.slots + 1))
         if s < t:
-            rest = self._rows.moved(np.full(len(needs), self._row[partial, s + 1, t]), options.saved_slots)
+            rest = self._moved(np.full(len(needs), self._row[partial, s + 1, t]), options.saved_slots)
             needs = np.maximum(options.saved_slots, needs)
         rest += options.costs[:, None]
         best.choose(rest, needs, np.arange(len(needs)) * (len(self.stages) + 1))
         # A part may be saved when blocks are recomputed; from then on it is the same part until their backward.
         for new in (partial,) if partial > 0 else self.partials:
             self._offer_stretches(best, s, t, partial, new, incoming)
-        return self._rows.add(best)
+        return self._add(best)
 
     def _offer_stretches(self, best: "_Best", s: int, t: int, partial: int, new: int, incoming: int) -> None:
         """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
@@ -180,15 +184,27 @@ class ChainTable:
         saved, gradients = self._saved_slots[new][s][: t - s], self._gradient_slots[t][s + 1 :]
         needs = np.maximum(self._slots(np.maximum.accumulate(running) + incoming), np.maximum(saved, gradients))
         # The rests from the first block after each stretch on, and the stretches.
-        costs = self._rows.moved(self._row[partial, s + 1 : t + 1, t], saved)
-        costs += self._rows.moved(self._row[new, s, s:t], gradients)
+        costs = self._moved(self._row[partial, s + 1 : t + 1, t], saved)
+        costs += self._moved(self._row[new, s, s:t], gradients)
         costs += (self.forward_costs[partial][s + 1 : t + 1] - self.forward_costs[partial][s])[:, None]
         best.choose(costs, needs, new * (len(self.stages) + 1) + np.arange(1, t - s + 1))
+
+    def _add(self, best: "_Best") -> int:
+        """Add a row; returns its number."""
+        row, width = len(self._solved), self.slots + 1
+        self._solved.append(best)
+        self._costs[row * width : (row + 1) * width] = best.costs
+        return row
+
+    def _moved(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
+        """A copy of these rows, each moved to the right by its own number of slots; its first ones are arbitrary."""
+        width = self.slots + 1
+        return self._windows[rows * width - np.minimum(by, width)]
 
     def _operations(self, partial: int, s: int, t: int, slot: int) -> Iterator[Operation]:
         """The operations of the solution of `_solve` for the same blocks within `slot` slots."""
         if s < t or partial == _FIRST:
-            decisions = self._rows.solved[self._row[partial, s, t]].decisions
+            decisions = self._solved[self._row[partial, s, t]].decisions
             number, length = divmod(int(decisions[slot]), len(self.stages) + 1)
             if length:
                 j = s + length
@@ -235,28 +251,6 @@ class _Best:
         if len(better):
             self.costs[better] = least[better]
             self.decisions[better] = decisions[costs[:, better].argmin(axis=0)]
-
-
-class _Rows:
-    """The costs of all stretches by slots, in one array, so that many are read at once. ``solved``: each stretch."""
-
-    def __init__(self, width: int, most: int):
-        self._costs = np.empty((most + 1) * width)  # only what is written takes memory
-        self._costs[:width] = np.inf  # read by the first row, moved to the right
-        self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, width)
-        self._width = width
-        self.solved = [_Best(width - 1)]
-
-    def add(self, best: _Best) -> int:
-        """Add a row; returns its number."""
-        row = len(self.solved)
-        self.solved.append(best)
-        self._costs[row * self._width : (row + 1) * self._width] = best.costs
-        return row
-
-    def moved(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
-        """A copy of these rows, each moved to the right by its own number of slots; its first ones are arbitrary."""
-        return self._windows[rows * self._width - np.minimum(by, self._width)]
 
 
 def _prefix_sums(values) -> np.ndarray:
