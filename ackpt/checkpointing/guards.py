@@ -357,8 +357,7 @@ class MutableState:
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             try:
                 _bind(bindings)
-                for each in contents:
-                    fill(*each)
+                _fill(contents)
                 with torch.no_grad():
                     self._present = [(tensor, tensor.detach().clone()) for tensor, old in self._changed if old is None]
                     changed = [(tensor, old) for tensor, old in self._changed if old is not None]
@@ -380,9 +379,7 @@ class MutableState:
                             tensor.data = value
                         else:
                             _set(tensor, value)
-                for each in items:
-                    if not (_has_history(each[1]) and is_equal(*each)):
-                        fill(*each)
+                _fill([each for each in items if not (_has_history(each[1]) and is_equal(*each))])
                 _bind(
                     [(of, key, v) for of, key, v in values if not (_has_history(v) and _is_made_again(of.get(key), v))]
                 )
@@ -477,6 +474,11 @@ def _bind(bindings) -> None:
 def _is_made_again(present, value) -> bool:
     """Whether two values are equal; not for an input of a region, which has a graph, but no saved tensors."""
     return "retain_grad" not in getattr(value, "__dict__", ()) and is_equal(present, value)
+
+
+def _fill(contents) -> None:
+    for container, items in contents:
+        fill(container, items)
 
 
 def fill(container, items) -> None:

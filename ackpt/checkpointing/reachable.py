@@ -563,3 +563,12 @@ def names_in(code, *operations: str) -> frozenset[str]:
     names = {item.argval for item in dis.get_instructions(code) if item.opname in operations}
     nested = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return frozenset(names.union(*(names_in(each, *operations) for each in nested)))
+
+
+_dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def leave_uncompiled(function) -> None:
+    """Tell Dynamo never to compile the frame of `function`: ``torch._dynamo.eval_frame.skip_code``, not imported."""
+    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
+    _dynamo.set_code_exec_strategy(function.__code__, skip)

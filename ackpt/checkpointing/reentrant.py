@@ -29,10 +29,9 @@ from ackpt.offloading.saved_tensors import Offload, resolve, saved_tensors_of
 
 from .dead_calls import dead_like
 from .evidence import REGION_NODES
-from .reachable import ACCUMULATE_GRAD, Graph, graph_of
+from .reachable import ACCUMULATE_GRAD, Graph, graph_of, leave_uncompiled
 from .region import Region, _swap
 from .rng import LOCK
-from .standing_in import leave_uncompiled
 
 __all__ = ["checkpoint"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .reachable import IN_PLACE, TRAVELING, names_in
+from .reachable import IN_PLACE, TRAVELING, leave_uncompiled, names_in
 
 Run = Callable[[nn.Module, Callable[..., Any], tuple, dict], Any]  # called with the module and its own forward
 _NAMES = "LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "LOAD_GLOBAL", "LOAD_CONST"
@@ -311,15 +311,6 @@ def _call(module, forward, args, kwargs):
     if run is None:
         return forward(*args, **kwargs)
     return _call_as_it_is(run, _local.in_place, module, module, forward, args, kwargs)
-
-
-_dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def leave_uncompiled(function) -> None:
-    """Tell Dynamo never to compile the frame of `function`: ``torch._dynamo.eval_frame.skip_code``, not imported."""
-    skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
-    _dynamo.set_code_exec_strategy(function.__code__, skip)
 
 
 # Torch: Dynamo compiles `_Forward.__get__` as a function, whose code reads ``forward``, which calls `__get__` again.
