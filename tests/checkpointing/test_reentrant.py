@@ -6,17 +6,7 @@ import threading
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import (
-    Case,
-    assert_same,
-    assert_same_step,
-    batch,
-    bit_equal,
-    plain_call,
-    raises,
-    run_step,
-    total,
-)
+from conftest import Case, assert_same, assert_same_step, batch, bit_equal, plain_call, raises, run_step, total
 from torch import nn
 
 import ackpt

@@ -5,17 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import (
-    Case,
-    assert_equal,
-    batch,
-    model_of,
-    plain_call,
-    raises,
-    seed,
-    surroundings,
-    total,
-)
+from conftest import Case, assert_equal, batch, model_of, plain_call, raises, seed, surroundings, total
 from torch import nn
 
 import ackpt

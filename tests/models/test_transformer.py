@@ -10,15 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ackpt.models import (
-    PUBLISHED,
-    LanguageModel,
-    RMSNorm,
-    Transformer,
-    TransformerConfig,
-    attention,
-    transformer,
-)
+from ackpt.models import PUBLISHED, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention, transformer
 
 TINY = TransformerConfig(dim=32, ff_dim=64, layers=2, head_dim=16, vocab_size=50)
 

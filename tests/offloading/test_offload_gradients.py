@@ -6,18 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import Case, assert_same, model_of, plain_call, raises, run_step
-from offload_helpers import (
-    MODES,
-    SIDE,
-    SIZE,
-    assert_empty,
-    blocks,
-    counts,
-    fresh,
-    matrix,
-    offload,
-    region,
-)
+from offload_helpers import MODES, SIDE, SIZE, assert_empty, blocks, counts, fresh, matrix, offload, region
 from torch import nn
 
 import ackpt

@@ -10,17 +10,7 @@ from simulated_cuda import Machine, SimulatedTransport, Span
 from torch import nn
 
 import ackpt
-from ackpt.graph import (
-    Plan,
-    PlanError,
-    PlannedStep,
-    ScheduleError,
-    Step,
-    lower,
-    profile,
-    rewrite,
-    simulate,
-)
+from ackpt.graph import Plan, PlanError, PlannedStep, ScheduleError, Step, lower, profile, rewrite, simulate
 from ackpt.planner.choose import check_runs, default_profile
 from ackpt.planner.costs.devices import device
 from ackpt.planner.request import Request

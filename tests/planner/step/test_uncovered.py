@@ -158,8 +158,7 @@ def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
 
 
 @pytest.mark.parametrize(
-    ("keep", "counts"),
-    [(lambda loss: loss, False), (torch.Tensor.item, False), (torch.Tensor.detach, True)],
+    ("keep", "counts"), [(lambda loss: loss, False), (torch.Tensor.item, False), (torch.Tensor.detach, True)]
 )
 def test_a_loss_in_memory_for_all_elements_may_be_kept(keep, counts):
     """The next forward reduces the storage of ``mse_loss``, unless another tensor shares it."""
