@@ -269,22 +269,16 @@ def test_other_views_are_returned_with_their_gradients(function):
     assert_as_eager(model, step, torch.linspace(0, 1, 12).view(3, 4), loss=total)
 
 
-def hooks_late(remembers: bool):
-    """Registers a hook at its first call, as transformers does where hidden states are asked for."""
-
+@pytest.mark.filterwarnings("ignore:.*has a hook")
+@pytest.mark.parametrize("remembers", [True, False])
+def test_hooks_that_the_forward_adds_are_as_after_its_first_call_or_refused(remembers):
     def forward(self, x):
         if not self.is_ready:
             self.layer.register_forward_hook(lambda module, args, output: 2 * output)
             self.is_ready = self.remembers
         return self.layer(x).sum()
 
-    return model_of(forward, layer=nn.Linear(4, 4), remembers=remembers, is_ready=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*has a hook")
-@pytest.mark.parametrize("remembers", [True, False])
-def test_hooks_that_the_forward_adds_are_as_after_its_first_call_or_refused(remembers):
-    model, x = hooks_late(remembers), torch.ones(2, 4)
+    model, x = model_of(forward, layer=nn.Linear(4, 4), remembers=remembers, is_ready=False), torch.ones(2, 4)
     if remembers:
         step = ackpt.compile(model, x, policy="none")
         assert len(model.layer._forward_hooks) == 1 and torch.equal(step(x), model(x))
@@ -335,16 +329,6 @@ def test_hooks_that_keep_nothing_and_reference_cycles_are_allowed():
     assert trace(model, torch.randn(3, 4)).nodes and sizes
 
 
-def make_counter():
-    """Keeps its count in a list, and has no parameters that a capture would see."""
-
-    def forward(self, x):
-        self.calls[0] += 1
-        return x * self.calls[0]
-
-    return model_of(forward, calls=[0])
-
-
 HIDDEN = {
     "list": lambda module: [module],
     "dict": lambda module: {"counter": module},
@@ -354,12 +338,16 @@ HIDDEN = {
 
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
 def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
+    def forward(self, x):
+        self.calls[0] += 1
+        return x * self.calls[0]
+
     def hides(self, x):
         for module in self.hidden.values() if isinstance(self.hidden, dict) else self.hidden:
             x = module(x)
         return self.first(x).sum()
 
-    model = model_of(hides, first=nn.Linear(4, 4), hidden=hide(make_counter()))
+    model = model_of(hides, first=nn.Linear(4, 4), hidden=hide(model_of(forward, calls=[0])))
     with pytest.raises(ackpt.TraceError, match=r"changes attribute 'calls' of module .hidden\["):
         ackpt.compile(model, torch.randn(3, 4))
     (counter,) = model.hidden.values() if isinstance(model.hidden, dict) else model.hidden

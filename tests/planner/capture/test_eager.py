@@ -13,20 +13,16 @@ import ackpt
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def permuted():
-    """The memory of its output runs in another order than the output's dimensions; its backward sums over both."""
-    return model_of(
-        lambda self: (self.weight * 2).movedim(0, -1) + self.bias,
-        weight=nn.Parameter(torch.randn(7, 31, 5)),
-        bias=nn.Parameter(torch.zeros(())),
-    )
-
-
 @pytest.mark.parametrize("as_outputs", [False, True])  # the defaults of torch 2.11 and of later ones
 def test_incoming_gradients_keep_their_strides(as_outputs):
     """Contiguous copies of them are summed in another order, and the last bit differs."""
     torch.manual_seed(0)
-    model, gradients = permuted(), []
+    model = model_of(
+        lambda self: (self.weight * 2).movedim(0, -1) + self.bias,
+        weight=nn.Parameter(torch.randn(7, 31, 5)),
+        bias=nn.Parameter(torch.zeros(())),
+    )
+    gradients = []
     with functorch_config.patch(guess_tangent_strides_as_outputs=as_outputs):
         step = ackpt.compile(model, policy="none", differentiate="all")
         for call in (model, step):
@@ -37,17 +33,14 @@ def test_incoming_gradients_keep_their_strides(as_outputs):
 
 
 def _check(function, **options):
-    torch.manual_seed(0)
-    model, x = wide(function), torch.randn(16, 8)
-    assert_as_eager(model, ackpt.compile(model, x, regions=False, **options), x)
-
-
-def wide(function):
     def forward(self, x):
         hidden = self.layers(x)
         return self.function(hidden.T @ hidden + torch.eye(8)).sum()
 
-    return model_of(forward, layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), function=function)
+    torch.manual_seed(0)
+    model = model_of(forward, layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), function=function)
+    x = torch.randn(16, 8)
+    assert_as_eager(model, ackpt.compile(model, x, regions=False, **options), x)
 
 
 def _checked(matrix):
@@ -93,18 +86,15 @@ def noted(x: torch.Tensor) -> None:
 noted.register_fake(lambda x: None)
 
 
-def make_noted():
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_custom_operation_without_results_runs_once_per_step(policy):
     def forward(self, x):
         hidden = self.layers(x)
         noted(hidden.detach())
         return hidden.sin().sum()
 
-    return model_of(forward, layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()))
-
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_custom_operation_without_results_runs_once_per_step(policy):
-    model, x = make_noted(), torch.randn(4, 8)
+    model = model_of(forward, layers=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()))
+    x = torch.randn(4, 8)
     step = ackpt.compile(model, x, policy=policy)
     CALLS.clear()
     step(x).backward()
@@ -120,9 +110,9 @@ def test_record_function_inside_the_model():
     _check(_in_range, policy="full")
 
 
-def other_default(dtype):
-    """Computes in another default dtype for a while."""
-
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_default_dtype_that_the_forward_sets_is_planned(policy, dtype):
     def forward(self, x):
         torch.set_default_dtype(self.dtype)
         try:
@@ -131,13 +121,7 @@ def other_default(dtype):
             torch.set_default_dtype(torch.float32)
         return torch.tanh(self.layer(x) * scale).sum()
 
-    return model_of(forward, layer=nn.Linear(16, 16), dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_default_dtype_that_the_forward_sets_is_planned(policy, dtype):
-    model, x = other_default(dtype), torch.randn(4, 16)
+    model, x = model_of(forward, layer=nn.Linear(16, 16), dtype=dtype), torch.randn(4, 16)
     assert_as_eager(model, ackpt.compile(model, x, policy=policy), x)
 
 
@@ -327,19 +311,16 @@ def test_the_tables_of_max_norm_are_not_copied_in_the_baseline():
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-def replaced_data(name: str):
+@pytest.mark.parametrize("name", ["weight", "buffer"])
+def test_replaced_data_of_a_parameter_or_buffer_is_refused(name):
+    """The capture computes with other tensors, whose data the model's code would replace instead."""
+
     def forward(self, x):
         tensor = self.linear.weight if self.name == "weight" else self.scale
         tensor.data = tensor.data.clamp(-0.1, 0.1)
         return (self.linear(x) * self.scale).sum()
 
-    return model_of(forward, linear=nn.Linear(4, 4), name=name, scale=nn.Buffer(torch.ones(4)))
-
-
-@pytest.mark.parametrize("name", ["weight", "buffer"])
-def test_replaced_data_of_a_parameter_or_buffer_is_refused(name):
-    """The capture computes with other tensors, whose data the model's code would replace instead."""
-    model = replaced_data(name)
+    model = model_of(forward, linear=nn.Linear(4, 4), name=name, scale=nn.Buffer(torch.ones(4)))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ackpt.TraceError, match="replaces the data of a tensor at .*test_eager.py:.*copy_"):
         ackpt.trace(model, torch.ones(2, 4))

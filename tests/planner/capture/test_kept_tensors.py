@@ -340,19 +340,13 @@ class Weighted(nn.Module):
 TOTAL = Holds(torch.zeros(()))
 
 
-def totals():
-    """Sums its outputs in an object outside of it, in place."""
-
+def test_a_running_sum_in_place_is_part_of_the_step():
     def forward(self, x):
         loss = self.linear(x).square().mean()
         TOTAL.value += loss.detach()
         return loss
 
-    return model_of(forward, linear=nn.Linear(4, 4))
-
-
-def test_a_running_sum_in_place_is_part_of_the_step():
-    total, model, x = TOTAL.value, totals(), torch.randn(3, 4)
+    total, model, x = TOTAL.value, model_of(forward, linear=nn.Linear(4, 4)), torch.randn(3, 4)
     step = ackpt.compile(model, x, policy="none")
     assert TOTAL.value is total and total == 0
     loss = step(x).detach()
@@ -396,19 +390,6 @@ class Sees(torch.autograd.Function):
         return gradient.cos(), None
 
 
-def seen(see, hooks):
-    """Calls ``see(model, gradient)`` in a backward, of a function or in a hook."""
-
-    def forward(self, x):
-        y = self.linear(x)
-        if self.hooks:
-            y.register_hook(lambda gradient: self.see(self, gradient))
-            return y.sin().sum()
-        return Sees.apply(y, self).sum()
-
-    return model_of(forward, see=see, hooks=hooks, linear=nn.Linear(4, 4), norm=nn.Buffer(torch.zeros(())))
-
-
 SEE = {
     "attribute": (lambda model, gradient: setattr(model, "last", gradient.detach()), "attribute 'last' of the model"),
     "buffer": (lambda model, gradient: setattr(model, "norm", gradient.norm()), "buffer 'norm' of the model"),
@@ -420,8 +401,15 @@ SEE = {
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("case", SEE)
 def test_a_backward_that_stores_something_is_refused_and_leaves_nothing(case, hooks):
+    def forward(self, x):
+        y = self.linear(x)
+        if self.hooks:
+            y.register_hook(lambda gradient: self.see(self, gradient))
+            return y.sin().sum()
+        return Sees.apply(y, self).sum()
+
     see, named = SEE[case]
-    model = seen(see, hooks)
+    model = model_of(forward, see=see, hooks=hooks, linear=nn.Linear(4, 4), norm=nn.Buffer(torch.zeros(())))
     before, norm = [*vars(model)], model.norm
     raises(TraceError, f"{named}.*regions=True", lambda: ackpt.graph.trace(model, torch.ones(3, 4)))
     assert [*vars(model)] == before and model.norm is norm and vars(NESTED[0][0][0]) == {}

@@ -358,21 +358,18 @@ def test_bit_equal_to_eager(case, policy, dtype, one_thread):
     assert_as_eager(model, step, x)
 
 
-def transposed(contiguous: bool):
-    """As speech models have it: channels come last, and batch norm wants them second."""
-
-    def forward(self, x):
-        x = self.first(x).transpose(1, 2)
-        return self.last(self.norm(x.contiguous() if self.contiguous else x).transpose(1, 2))
-
-    return model_of(forward, first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6), last=nn.Linear(6, 6), contiguous=contiguous)
-
-
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_batch_norm_of_what_is_transposed(policy, contiguous, train, one_thread):
-    model, x = transposed(contiguous), torch.randn(4, 8, 6)
+    def forward(self, x):
+        x = self.first(x).transpose(1, 2)
+        return self.last(self.norm(x.contiguous() if self.contiguous else x).transpose(1, 2))
+
+    model = model_of(
+        forward, first=nn.Linear(6, 6), norm=nn.BatchNorm1d(6), last=nn.Linear(6, 6), contiguous=contiguous
+    )
+    x = torch.randn(4, 8, 6)
     model.norm.train(train)
     assert_as_eager(model, ackpt.compile(model, x, policy=policy), x)
 
@@ -381,18 +378,6 @@ def test_an_inverse_stft_is_refused():
     """Torch's Python code for it gives gradients that round another way than those of its C++."""
     model = make_model(nn.Linear(26, 26), lambda y: torch.istft(torch.complex(y, y), 64, window=torch.hann_window(64)))
     raises(ackpt.TraceError, "istft", lambda: ackpt.trace(model, torch.randn(2, 33, 26)))
-
-
-def _teacher(teacher):
-    """Adds to a trained layer what torch's attention gives in evaluation."""
-
-    def forward(self, x):
-        x = self.linear(x)
-        with torch.no_grad():
-            y = self.teacher(x, x, x)[0] if isinstance(self.teacher, torch.nn.MultiheadAttention) else self.teacher(x)
-        return (x + y).square().sum()
-
-    return model_of(forward, linear=torch.nn.Linear(8, 8), teacher=teacher)
 
 
 TEACHERS = {
@@ -404,7 +389,14 @@ TEACHERS = {
 @pytest.mark.parametrize("name", TEACHERS)
 def test_the_fused_kernel_of_attention_in_evaluation_is_refused_or_off(name):
     """Eager rounds in another way by it, as in 6e-8 of the result, and a capture cannot see it."""
-    model, x = _teacher(TEACHERS[name]()).eval(), torch.randn(4, 6, 8)
+
+    def forward(self, x):
+        x = self.linear(x)
+        with torch.no_grad():
+            y = self.teacher(x, x, x)[0] if isinstance(self.teacher, torch.nn.MultiheadAttention) else self.teacher(x)
+        return (x + y).square().sum()
+
+    model, x = model_of(forward, linear=torch.nn.Linear(8, 8), teacher=TEACHERS[name]()).eval(), torch.randn(4, 6, 8)
     raises(ackpt.TraceError, "set_fastpath_enabled", lambda: ackpt.compile(model, x, policy="none"))
     torch.backends.mha.set_fastpath_enabled(False)
     try:

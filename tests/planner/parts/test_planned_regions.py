@@ -406,14 +406,13 @@ def test_tensors_kept_for_the_next_step_count():
         results(of_plan, step, batch)
 
 
-def make_skips(skips: bool):
-    """A layer, or nothing."""
-    return model_of(lambda self, x: x if self.skips else self.layer(x), layer=feed_forward(), skips=skips)
-
-
 def test_a_returned_argument_belongs_to_the_block_that_computed_it():
     skips = iter([False, True, True])
-    model, batch = Adds(lambda: make_skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}
+    model = Adds(
+        lambda: model_of(lambda self, x: x if self.skips else self.layer(x), layer=feed_forward(), skips=next(skips)),
+        is_residual=False,
+    )
+    batch = {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", **batch)
     results(model, step, batch)
     assert step.plan.baseline_peak_bytes == measured(model, model, batch).peak_bytes

@@ -147,16 +147,6 @@ def test_the_caller_may_change_an_output_that_backward_does_not_read(given, poli
     assert_as_eager(model, step, *given[1:], loss=change)
 
 
-def make_model(function):
-    """Adds one to its input, in place."""
-
-    def forward(self, x):
-        x.add_(1)
-        return self.function(x, self.weight)
-
-    return model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), function=function)
-
-
 CASES = {
     "a view": lambda x, w: (x.t(), (x.sin() @ w).sum()),
     "a part, which backward does not read": lambda x, w: (x[1:], w.sin()),
@@ -169,7 +159,11 @@ CASES = {
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", CASES)
 def test_planned_as_measured(name, policy):
-    model, x = make_model(CASES[name]), torch.randn(3, 4)
+    def forward(self, x):
+        x.add_(1)
+        return self.function(x, self.weight)
+
+    model, x = model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), function=CASES[name]), torch.randn(3, 4)
     expected = [output.detach().clone() for output in model(x.clone())]
     step = ackpt.compile(model, x, policy=policy, differentiate="all")
     own = x.clone()
@@ -262,16 +256,6 @@ def test_a_gradient_that_is_always_zero_is_zero():
     assert model.sign.grad is not None and not model.sign.grad.any()
 
 
-def make_model_tangents(view):
-    """Outputs are views of two values of shape (3, 4): the product and its sine."""
-
-    def forward(self, x):
-        product = x @ self.weight
-        return self.view(product, product.sin())
-
-    return model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), view=view)
-
-
 # name -> (outputs, bytes of the tangents, bytes of gradients that torch copies into them)
 CASES_TANGENTS = {
     "whole": (lambda h, s: s, 48, 0),
@@ -291,8 +275,12 @@ CASES_TANGENTS = {
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", CASES_TANGENTS)
 def test_incoming_gradients_have_memory_of_their_own(name, policy):
+    def forward(self, x):
+        product = x @ self.weight
+        return self.view(product, product.sin())
+
     view, tangents, copied = CASES_TANGENTS[name]
-    model, x = make_model_tangents(view), torch.randn(3, 4)
+    model, x = model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), view=view), torch.randn(3, 4)
     graphs = []
 
     def planner(graph):

@@ -16,13 +16,11 @@ B = 16  # bytes of a tensor
 STATE = torch.get_rng_state().numel()
 
 
-def model(function):
-    """A function of ``x * w``, both of four floats."""
-    return model_of(lambda self, x: self.function(x * self.w), w=nn.Parameter(torch.randn(4)), function=function)
-
-
 def traced(function):
-    return ackpt.trace(model(function), torch.randn(4))
+    return ackpt.trace(
+        model_of(lambda self, x: self.function(x * self.w), w=nn.Parameter(torch.randn(4)), function=function),
+        torch.randn(4),
+    )
 
 
 def exp_and_sin():

@@ -265,17 +265,13 @@ SETTINGS = {
 }
 
 
-def attention():
+@pytest.mark.parametrize("cause", SETTINGS)
+def test_settings_of_torch_belong_to_a_capture(cause):
     def forward(self, x):
         query, key, value = self.act(self.project(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
-    return model_of(forward, project=nn.Linear(8, 24), act=nn.Tanh())
-
-
-@pytest.mark.parametrize("cause", SETTINGS)
-def test_settings_of_torch_belong_to_a_capture(cause):
-    model, inputs = attention(), torch.randn(2, 16, 8)
+    model, inputs = model_of(forward, project=nn.Linear(8, 24), act=nn.Tanh()), torch.randn(2, 16, 8)
     step = ackpt.compile(model, inputs, policy="full")
     for setting in (contextlib.nullcontext, SETTINGS[cause], contextlib.nullcontext):
         with setting():
@@ -317,15 +313,12 @@ def test_a_held_tensor_that_requires_grad_later_is_refused():
     assert_equal([model(x())], [step(x())], "outputs")
 
 
-def complex():
-    return model_of(
-        lambda self, x: (x @ self.weight).abs() + x.abs(), weight=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-    )
-
-
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
 def test_lazy_conjugates_and_negatives_are_captured_for_themselves(view):
-    model, inputs = complex(), torch.randn(3, 4, dtype=torch.complex64)
+    model = model_of(
+        lambda self, x: (x @ self.weight).abs() + x.abs(), weight=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    )
+    inputs = torch.randn(3, 4, dtype=torch.complex64)
     step = ackpt.compile(model, inputs, policy="full")
     for each in (inputs, view(inputs), inputs):
         assert_equal([model(each)], [step(each)], "outputs")

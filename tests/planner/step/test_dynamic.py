@@ -415,20 +415,15 @@ def test_an_attribute_that_changes_at_every_step_is_warned_of():
     )
 
 
-def annealed():
-    """A dropout whose probability is in a buffer, as the warning proposes."""
-
+def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
     def forward(self, x):
         x = self.layers(x)
         return (x * (torch.rand_like(x) >= self.p) / (1 - self.p)).square().mean()
 
-    return model_of(
+    model = model_of(
         forward, layers=nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), p=nn.Buffer(torch.tensor(0.5))
     )
-
-
-def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
-    model, x = annealed(), torch.randn(64, 16)
+    x = torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="1MB")
     for share in (0.4, 0.3, 0.0):
         model.p.fill_(share)

@@ -123,16 +123,6 @@ def test_hooks_of_parameters_run_once_a_step(register, prepare):
     assert_equal(expected, found, "parameter")
 
 
-def unused():
-    """Reads a parameter without a gradient, and returns another one beside its result."""
-    return model_of(
-        lambda self, x: ((self.linear(x) * self.statistic.detach()).sum(), self.returned),
-        linear=nn.Linear(16, 4),
-        statistic=nn.Parameter(torch.ones(4)),
-        returned=nn.Parameter(torch.ones(4)),
-    )
-
-
 def of_all_outputs(model, x):
     return ackpt.compile(model, x, policy="full", differentiate="all")
 
@@ -140,7 +130,13 @@ def of_all_outputs(model, x):
 def test_hooks_of_unused_parameters_do_not_run():
     def calls_of_hooks(prepare):
         torch.manual_seed(0)
-        model, calls = unused(), {}
+        model = model_of(
+            lambda self, x: ((self.linear(x) * self.statistic.detach()).sum(), self.returned),
+            linear=nn.Linear(16, 4),
+            statistic=nn.Parameter(torch.ones(4)),
+            returned=nn.Parameter(torch.ones(4)),
+        )
+        calls = {}
         accumulators = {name: p.expand_as(p).grad_fn.next_functions[0][0] for name, p in model.named_parameters()}
         for name, accumulator in accumulators.items():
             accumulator.register_prehook(lambda gradients, name=name: calls.update({name: calls.get(name, 0) + 1}))
