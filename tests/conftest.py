@@ -287,10 +287,11 @@ def assert_next_step_works() -> None:
     assert_same_step(build)
 
 
-def raises(error, match: str, call: Callable[[], object]) -> None:
-    """The call raises this error, with this text."""
-    with pytest.raises(error, match=match):
+def raises(error, match: str, call: Callable[[], object]) -> pytest.ExceptionInfo:
+    """The error that the call raises, which has this text."""
+    with pytest.raises(error, match=match) as raised:
         call()
+    return raised
 
 
 @contextlib.contextmanager

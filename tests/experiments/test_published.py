@@ -34,10 +34,6 @@ from experiments.results import load_reference
 EXACT = ("cross-entropy", "kl-divergence", "jensen-shannon", "total-variation", "layer-norm", "llama-rms-norm")
 
 
-def smallest(step):
-    return min((row for row in rows() if row["step"] == step), key=lambda row: row["bytes"])
-
-
 def predicted(*steps):
     stored = Predictions()
     return [stored.of(row) for row in rows() if row["step"] in steps]
@@ -60,7 +56,7 @@ def test_all_stored_predictions_are_those_of_this_code():
 
 @pytest.mark.parametrize("step", [*EXACT, "softmax", "linear-layers", "gated-mlp"])
 def test_rows_predicted_now_equal_the_stored_predictions(step):
-    row = smallest(step)
+    row = min((row for row in rows() if row["step"] == step), key=lambda row: row["bytes"])
     assert Predictions().of(row)["predicted"] == predicted_bytes(*predictions.group(row))[row["metric"]]
 
 

@@ -100,11 +100,6 @@ def peaks(measurement) -> tuple[int, int]:
     return max(live[:boundary]), max(live[boundary:])
 
 
-def boundaries(size) -> int:
-    """Whole boundaries; scalars and norms' numbers per row do not count."""
-    return size // BOUNDARY
-
-
 @pytest.mark.parametrize(
     ("kind", "length", "keep_last"), [(Chain, 3, 1), (Chain, 6, 0), (Chain, 6, 1), (Chain, 6, 2), (AutoEncoder, 6, 1)]
 )
@@ -131,7 +126,7 @@ def test_device_memory_does_not_grow_during_the_forward(kind, how):
     elif kind is Chain or not how.startswith("saved"):
         assert long == short
     else:  # what is smaller than min_bytes stays
-        assert boundaries(long - short) == 0
+        assert (long - short) // BOUNDARY == 0
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])

@@ -7,11 +7,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
-from .part import WIDTH, Part, channels_first, channels_last, part
+from .part import WIDTH, Part, channels_first, channels_last
 
 
-@part(inner=(2, 4))
-class ListsInList(Part):
+class ListsInList(Part, inner=(2, 4)):
     """x-transformers' layout: a ModuleList of ModuleLists, [norm, layer, residual], whose members are called."""
 
     def setup(self, draw, inner):
@@ -25,8 +24,7 @@ class ListsInList(Part):
         return x
 
 
-@part(inner=(2, 3))
-class NamedBranches(Part):
+class NamedBranches(Part, inner=(2, 3)):
     """A ModuleDict whose branches are chosen by name and summed."""
 
     def setup(self, draw, inner):
@@ -50,8 +48,7 @@ class Chain(nn.Sequential):
         return x * scale if skip is None else (x * scale).add_(skip)
 
 
-@part(inner=(1, 3))
-class SequentialSubclass(Part):
+class SequentialSubclass(Part, inner=(1, 3)):
     """A subclass of Sequential called with keywords and an optional tensor."""
 
     def setup(self, draw, inner):
@@ -62,8 +59,7 @@ class SequentialSubclass(Part):
         return self.chain(x, skip=x if self.skips else None, scale=0.5)
 
 
-@part(inner=(1, 2))
-class CalledTwice(Part):
+class CalledTwice(Part, inner=(1, 2)):
     """A block that is called twice (ALBERT), or once more on half of the batch."""
 
     def setup(self, draw, inner):
@@ -76,7 +72,6 @@ class CalledTwice(Part):
         return x
 
 
-@part()
 class SharedWeights(Part):
     """Two layers with one weight: the module twice in a list, a tied parameter, or a transposed use."""
 
@@ -106,8 +101,7 @@ class Outputs:
     extra: torch.Tensor | None = None
 
 
-@part(inner=(1, 2))
-class Structured(Part):
+class Structured(Part, inner=(1, 2)):
     """A block that returns a dict, a tuple or a dataclass, and takes keywords with optional tensors."""
 
     def setup(self, draw, inner):
@@ -137,8 +131,7 @@ class _Structured(nn.Module):
         return (out, None, 3) if self.how == "tuple" else Outputs(out, gate)
 
 
-@part(inner=(1, 2))
-class Hooked(Part):
+class Hooked(Part, inner=(1, 2)):
     """Hooks on a block: they change inputs or outputs, count, scale gradients, or keep what they see."""
 
     def setup(self, draw, inner):
@@ -170,7 +163,6 @@ class Hooked(Part):
         return x + self.features.pop("last").mean() if self.how == "keep" else x
 
 
-@part()
 class Reparametrized(Part):
     """Weights that hooks or parametrizations compute: spectral and weight norm, old and new."""
 
@@ -198,8 +190,7 @@ class _Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-@part(inner=(1, 2))
-class Functional(Part):
+class Functional(Part, inner=(1, 2)):
     """A block called with other parameters by ``functional_call``, as meta-learning does.
 
     Not one with torch's checkpoint inside, whose recomputation silently takes the module's own parameters.
@@ -215,8 +206,7 @@ class Functional(Part):
         return functional_call(self.block, scaled, (x,))
 
 
-@part(inner=(1, 2), planned=False)
-class CallsForward(Part):
+class CallsForward(Part, inner=(1, 2), planned=False):
     """A block called by its ``forward``, past its hooks, and another kept out of the modules, in a list."""
 
     def setup(self, draw, inner):
@@ -230,8 +220,7 @@ class CallsForward(Part):
         return x
 
 
-@part(inner=(1, 2), planned=False)
-class SideLoss(Part):
+class SideLoss(Part, inner=(1, 2), planned=False):
     """A block that leaves an auxiliary loss in an attribute, which the model collects."""
 
     def setup(self, draw, inner):
@@ -244,8 +233,7 @@ class SideLoss(Part):
         return x
 
 
-@part(inner=(1, 3))
-class Residual(Part):
+class Residual(Part, inner=(1, 3)):
     """A residual block, whose sum may be in place."""
 
     def setup(self, draw, inner):

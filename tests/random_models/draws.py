@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, part
+from .part import WIDTH, Part, at_restart
 
 
-@part()
 class Dropouts(Part):
     """torch's dropouts, as modules and functions, in place or not."""
 
@@ -28,8 +27,7 @@ class Dropouts(Part):
         return self.dropout(x * 1.5)
 
 
-@part("image")
-class Dropout2d(Part):
+class Dropout2d(Part, kind="image"):
     """Dropout of whole channels."""
 
     def setup(self, draw, inner):
@@ -39,8 +37,7 @@ class Dropout2d(Part):
         return self.dropout(x)
 
 
-@part(inner=(1, 2))
-class DropPath(Part):
+class DropPath(Part, inner=(1, 2)):
     """Stochastic depth: timm's per sample, torchvision's, or by a value on the host."""
 
     def setup(self, draw, inner):
@@ -59,8 +56,7 @@ class DropPath(Part):
         return x + self.inner(x) if torch.rand(1).item() < 0.7 else x
 
 
-@part(inner=(1, 1), planned=False)
-class LayerDrop(Part):
+class LayerDrop(Part, inner=(1, 1), planned=False):
     """fairseq's layer drop: Python's random numbers decide whether a layer runs."""
 
     def setup(self, draw, inner):
@@ -80,8 +76,7 @@ def _restart():
     _LOCAL.seed(0)
 
 
-@part(planned=False)
-class OwnGenerator(Part):
+class OwnGenerator(Part, planned=False):
     """Noise of a generator that the module, or its file, holds."""
 
     def setup(self, draw, inner):
@@ -98,7 +93,6 @@ class OwnGenerator(Part):
         return x * (self.python if self.how == "python" else _LOCAL).uniform(0.5, 1.5)
 
 
-@part()
 class Noise(Part):
     """Noise of torch: added, multiplied, gumbel, leaky."""
 
@@ -120,8 +114,7 @@ class Noise(Part):
         return x + 0.1 * x.flatten(1).gather(1, chosen).mean()
 
 
-@part(planned=False)
-class Mixup(Part):
+class Mixup(Part, planned=False):
     """Mixes samples with a factor that numpy draws, on the host."""
 
     def forward(self, x):

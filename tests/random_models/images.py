@@ -19,8 +19,7 @@ class ConvNormAct(nn.Sequential):
         self.out_channels = WIDTH
 
 
-@part("image")
-class SqueezeExcite(Part):
+class SqueezeExcite(Part, kind="image"):
     """Channel attention with a multiplication, in place or not."""
 
     def setup(self, draw, inner):
@@ -33,8 +32,7 @@ class SqueezeExcite(Part):
         return (x * 1.0).mul_(scale) if self.in_place else scale * x
 
 
-@part("image")
-class Resampling(Part):
+class Resampling(Part, kind="image"):
     """Down and up again: pooling with indices, interpolation, strided and transposed convolutions, pixel shuffles."""
 
     def setup(self, draw, inner):
@@ -59,8 +57,7 @@ class Resampling(Part):
         return F.grid_sample(x, grid, align_corners=False)
 
 
-@part("image")
-class ChannelsLast(Part):
+class ChannelsLast(Part, kind="image"):
     """A convolution that is computed in another memory format."""
 
     def setup(self, draw, inner):
@@ -72,8 +69,7 @@ class ChannelsLast(Part):
         return x.contiguous() if self.back else x
 
 
-@part("image")
-class ScalesLayers(Part):
+class ScalesLayers(Part, kind="image"):
     """ConvNeXt's block: depthwise convolution, channels last, and a learned scale of the branch."""
 
     def setup(self, draw, inner):
@@ -86,8 +82,7 @@ class ScalesLayers(Part):
         return x + found.permute(0, 3, 1, 2)
 
 
-@part("image")
-class DenseConnections(Part):
+class DenseConnections(Part, kind="image"):
     """DenseNet's block: every layer takes the concatenation of all before it."""
 
     def setup(self, draw, inner):
@@ -101,8 +96,7 @@ class DenseConnections(Part):
         return self.join(torch.cat(features, 1))
 
 
-@part("image")
-class SplitAttention(Part):
+class SplitAttention(Part, kind="image"):
     """Channels split into groups that take different ways, then shuffled (ShuffleNet)."""
 
     def setup(self, draw, inner):

@@ -5,10 +5,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .part import WIDTH, Part, channels_first, channels_last, part
+from .part import WIDTH, Part, channels_first, channels_last
 
 
-@part()
 class Linear(Part):
     """A linear layer with an activation, in place or not."""
 
@@ -21,7 +20,6 @@ class Linear(Part):
         return channels_first(self.act(self.linear(channels_last(x))))
 
 
-@part()
 class Gated(Part):
     """GLU variants by chunk, split, unbind or indexing."""
 
@@ -44,8 +42,7 @@ class Gated(Part):
         return channels_first(self.down(one * F.silu(gate)))
 
 
-@part("sequence")
-class Attention(Part):
+class Attention(Part, kind="sequence"):
     """Attention by torch's function, with a mask, dropout, both or causal; or with an optional mask and own softmax."""
 
     def setup(self, draw, inner):
@@ -72,8 +69,7 @@ class Attention(Part):
         return self.out(found.transpose(1, 2).reshape(x.shape))
 
 
-@part("sequence")
-class TorchAttention(Part):
+class TorchAttention(Part, kind="sequence"):
     """torch's own attention module or encoder layer."""
 
     def setup(self, draw, inner):
@@ -93,8 +89,7 @@ class TorchAttention(Part):
         return x + found
 
 
-@part("sequence")
-class RelativePositions(Part):
+class RelativePositions(Part, kind="sequence"):
     """Swin's bias: a table indexed by a buffer."""
 
     def setup(self, draw, inner):
@@ -109,8 +104,7 @@ class RelativePositions(Part):
         return (q @ k.transpose(1, 2) + bias).softmax(-1) @ v
 
 
-@part("sequence")
-class Recurrent(Part):
+class Recurrent(Part, kind="sequence"):
     """LSTM or GRU, with weights in one or two layers."""
 
     def setup(self, draw, inner):
@@ -123,8 +117,7 @@ class Recurrent(Part):
         return self.out(self.layers(x)[0])
 
 
-@part("sequence")
-class Scan(Part):
+class Scan(Part, kind="sequence"):
     """A state space model as a loop over time: rows written into one tensor, stacked, or cumulative sums."""
 
     def setup(self, draw, inner):
@@ -142,8 +135,7 @@ class Scan(Part):
         return torch.tanh(out if self.how == "write" else torch.stack(rows, 1))
 
 
-@part("sequence")
-class Spectral(Part):
+class Spectral(Part, kind="sequence"):
     """FNet's and GFNet's mixing by Fourier transforms, with a complex weight."""
 
     def setup(self, draw, inner):
@@ -154,7 +146,6 @@ class Spectral(Part):
         return torch.fft.irfft(found, n=WIDTH, dim=-1, norm="ortho")
 
 
-@part()
 class Experts(Part):
     """A mixture of experts: top-1 by masks, or by indices whose number depends on values."""
 
@@ -201,7 +192,6 @@ class _Reverse(torch.autograd.Function):
         return -ctx.factor * grad, None
 
 
-@part()
 class CustomFunctions(Part):
     """Own autograd functions: timm's swish, a gradient that is reversed by a factor that changes."""
 
@@ -217,8 +207,7 @@ class CustomFunctions(Part):
         return _Reverse.apply(x, self.factor) if self.reverse else _Swish.apply(x)
 
 
-@part(inner=(1, 2))
-class Autocast(Part):
+class Autocast(Part, inner=(1, 2)):
     """A part of the model in bfloat16, or one that leaves an autocast around it."""
 
     def setup(self, draw, inner):
@@ -231,8 +220,7 @@ class Autocast(Part):
         return found.to(x.dtype)
 
 
-@part(inner=(1, 2))
-class WithoutGradient(Part):
+class WithoutGradient(Part, inner=(1, 2)):
     """A frozen branch under no_grad, or detached, beside a trained one."""
 
     def setup(self, draw, inner):
@@ -249,7 +237,6 @@ class WithoutGradient(Part):
         return x + 0.5 * found
 
 
-@part()
 class TorchCheckpoint(Part):
     """A library's own switch: torch's checkpoint around its layers (no norms, whose statistics torch updates twice)."""
 
@@ -263,7 +250,6 @@ class TorchCheckpoint(Part):
         return channels_first(self.inner(last))
 
 
-@part()
 class Views(Part):
     """Transposes, views, rolls and writes into views."""
 

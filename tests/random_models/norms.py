@@ -45,8 +45,7 @@ class BatchNormOwnForward(nn.BatchNorm2d):
         return F.relu(x, inplace=self.in_place)
 
 
-@part("image")
-class BatchNormModes(Part):
+class BatchNormModes(Part, kind="image"):
     """torch's batch norm in the modes that training scripts put it in."""
 
     def setup(self, draw, inner):
@@ -66,8 +65,7 @@ class BatchNormModes(Part):
         return self.norm(x)
 
 
-@part("image")
-class FunctionalBatchNorm(Part):
+class FunctionalBatchNorm(Part, kind="image"):
     """A module that calls ``F.batch_norm`` on two buffers, or on two rows of one."""
 
     def setup(self, draw, inner):
@@ -86,8 +84,7 @@ class FunctionalBatchNorm(Part):
         return F.batch_norm(x, mean, variance, training=self.training)
 
 
-@part("image")
-class InstanceNorm(Part):
+class InstanceNorm(Part, kind="image"):
     """Instance norm with running statistics, torch's or functional."""
 
     def setup(self, draw, inner):
@@ -102,8 +99,7 @@ class InstanceNorm(Part):
         return self.norm(x)
 
 
-@part("image")
-class GhostBatchNorm(Part):
+class GhostBatchNorm(Part, kind="image"):
     """The batch in halves, each through the same batch norm, or through one of its own."""
 
     def setup(self, draw, inner):
@@ -129,8 +125,7 @@ class ReadsItsStatistics(nn.BatchNorm2d):
         return x * (1 + 0.1 * self.running_var.mean())
 
 
-@part("image")
-class ReadsAnothersStatistics(Part):
+class ReadsAnothersStatistics(Part, kind="image"):
     """A module that reads the running statistics of a batch norm beside it, before or after that updates them."""
 
     def setup(self, draw, inner):
@@ -152,8 +147,7 @@ class _Reader(nn.Module):
         return self.linear(x) - self.source[0].running_mean.view(1, -1, 1, 1)
 
 
-@part("image")
-class FrozenBatchNorm(Part):
+class FrozenBatchNorm(Part, kind="image"):
     """torchvision's frozen batch norm: only buffers."""
 
     def setup(self, draw, inner):
@@ -180,8 +174,7 @@ class LayerNorm2d(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
 
 
-@part("image")
-class Groups(Part):
+class Groups(Part, kind="image"):
     """Group norm, and weight standardization by a batch norm of the weight, as in timm."""
 
     def setup(self, draw, inner):
@@ -196,8 +189,7 @@ class Groups(Part):
         return self.norm(F.conv2d(x, weight, self.conv.bias, padding=1))
 
 
-@part("sequence")
-class BatchNormOverTime(Part):
+class BatchNormOverTime(Part, kind="sequence"):
     """A batch norm of transposed sequences."""
 
     def setup(self, draw, inner):
@@ -207,8 +199,7 @@ class BatchNormOverTime(Part):
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-@part("sequence")
-class RootMeanSquare(Part):
+class RootMeanSquare(Part, kind="sequence"):
     """RMS norm: Llama's, which computes in float32, or torch's."""
 
     def setup(self, draw, inner):

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_channel
 
 
-@part()
 class ComparesParameters(Part):
     """Looks at what its parameters are: their class, identity, attributes or place in a set."""
 
@@ -40,7 +39,6 @@ class ComparesParameters(Part):
         return x * per_channel(x, weight if tests[self.how]() else self.other)
 
 
-@part()
 class Swallows(Part):
     """Takes another branch where torch raises an error, or where only a capture would."""
 
@@ -65,8 +63,7 @@ class Swallows(Part):
         return x * factor
 
 
-@part(planned=False)
-class Iterates(Part):
+class Iterates(Part, planned=False):
     """Takes its factor from an iterator that advances at every call."""
 
     def setup(self, draw, inner):
@@ -83,7 +80,6 @@ class Iterates(Part):
         return (x * next(self.values)).tanh()
 
 
-@part()
 class AssignsLater(Part):
     """An attribute that is None until the first forward makes it."""
 
@@ -109,8 +105,7 @@ class AssignsLater(Part):
         return x * (self.late if isinstance(self.late, float) else per_channel(x, self.late))
 
 
-@part(planned=False)
-class AssignsData(Part):
+class AssignsData(Part, planned=False):
     """A momentum copy of a weight, whose ``.data`` the forward, or a hook of it, replaces, as in MoCo."""
 
     def setup(self, draw, inner):
@@ -143,7 +138,6 @@ class _OwnCall(nn.Linear):
         return self.forward(x).tanh()
 
 
-@part()
 class CallsOtherwise(Part):
     """Calls a layer by its forward, its class, a method of its own, a partial or as a copy."""
 
@@ -191,7 +185,6 @@ def _restart():
     _GLOBAL["scale"], _Holder.shared = torch.ones(WIDTH), torch.ones(WIDTH)
 
 
-@part()
 class ReadsElsewhere(Part):
     """Reads a tensor from a container, slots, a helper's method, a class or a global; writes it, or `between` does."""
 
@@ -220,8 +213,7 @@ class ReadsElsewhere(Part):
         return result
 
 
-@part(inner=(1, 2), planned=False)
-class DropsLayers(Part):
+class DropsLayers(Part, inner=(1, 2), planned=False):
     """Skips its parts by random numbers of Python or torch, as LayerDrop does."""
 
     def setup(self, draw, inner):
@@ -234,7 +226,6 @@ class DropsLayers(Part):
         return x
 
 
-@part()
 class NormalizesTwice(Part):
     """One batch norm for two inputs, as in siamese models."""
 
@@ -247,8 +238,7 @@ class NormalizesTwice(Part):
         return channels_first((first + second).view(rows.shape))
 
 
-@part(planned=False)
-class DrawsInThread(Part):
+class DrawsInThread(Part, planned=False):
     """A thread that draws random numbers of its own while the layer runs."""
 
     def setup(self, draw, inner):
@@ -261,7 +251,6 @@ class DrawsInThread(Part):
         return F.dropout(channels_first(self.layer(channels_last(x))), 0.2, self.training)
 
 
-@part()
 class StridedProduct(Part):
     """A product of a strided input with a trained or frozen matrix."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_channel
 
 _LOG: list[torch.Tensor] = []
 _BY_LENGTH: dict[tuple, torch.Tensor] = {}
@@ -36,8 +36,7 @@ def _restart():
     _Registry.weights = torch.ones(WIDTH)
 
 
-@part("sequence")
-class CachesOutside(Part):
+class CachesOutside(Part, kind="sequence"):
     """Masks and positions in a cache outside of modules, filled by the first call of each length."""
 
     def setup(self, draw, inner):
@@ -60,7 +59,6 @@ class CachesOutside(Part):
         return (query @ query.transpose(-1, -2) * 0.1 + self._mask(x.shape[-2])).softmax(-1) @ x
 
 
-@part()
 class ClassWeights(Part):
     """A tensor in a class attribute, replaced between steps."""
 
@@ -75,7 +73,6 @@ class ClassWeights(Part):
         return x * per_channel(x, _Registry.weights)
 
 
-@part()
 class LogsTensors(Part):
     """Statistics, detached or not, in a list outside of the module."""
 
@@ -91,7 +88,6 @@ class LogsTensors(Part):
         return x * 0.5
 
 
-@part()
 class HooksItsInput(Part):
     """A hook on the gradient of the input or of an activation, which is used once or twice."""
 
@@ -166,7 +162,6 @@ class _Increased(torch.autograd.Function):
         return grad
 
 
-@part()
 class OwnOperations(Part):
     """Custom operations: one draws random numbers untagged, one writes into its argument, one depends on autocast."""
 
@@ -187,7 +182,6 @@ class Side(enum.Enum):
     right = "right"
 
 
-@part()
 class NamesItsBuffer(Part):
     """A string, an enum or bytes that choose a buffer, changed between steps."""
 
@@ -210,7 +204,6 @@ class NamesItsBuffer(Part):
         return torch.tanh(x + per_channel(x, getattr(self, name)))
 
 
-@part()
 class Decompositions(Part):
     """Inverses, solutions and factors of small matrices, products and maxima."""
 
@@ -238,8 +231,7 @@ class Decompositions(Part):
         return channels_first(last)
 
 
-@part(planned=False)
-class SeedsItself(Part):
+class SeedsItself(Part, planned=False):
     """A forward that seeds random numbers itself, within ``fork_rng`` or for good."""
 
     def setup(self, draw, inner):
@@ -257,8 +249,7 @@ class SeedsItself(Part):
         return x * (0.5 + random.random())
 
 
-@part(planned=False)
-class SavesLess(Part):
+class SavesLess(Part, planned=False):
     """Saves tensors in bfloat16, by hooks; without submodules, as regions inside of such hooks give other gradients."""
 
     def setup(self, draw, inner):
@@ -270,7 +261,6 @@ class SavesLess(Part):
             return channels_first(torch.tanh(channels_last(x) @ self.weight))
 
 
-@part()
 class MakesParameter(Part):
     """A parameter that the forward creates, and weights that are set to their own values."""
 
@@ -286,7 +276,6 @@ class MakesParameter(Part):
         return x * nn.Parameter(torch.full((1,), 1.5))
 
 
-@part()
 class Observer(Part):
     """Ranges of channels in buffers that grow at the first call, as observers of quantization keep them."""
 
@@ -310,7 +299,6 @@ class _Box:
         self.x = x
 
 
-@part()
 class WritesIntoArgument(Part):
     """Layers that pass an object on and write their result into it, or pop it off a list."""
 

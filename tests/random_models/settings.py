@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part
+from .part import WIDTH, Part, at_restart, channels_first, channels_last
 
 SCALE = 1.0
 FLAGS = {"sharp": False}
@@ -36,7 +36,6 @@ def scaled_by_attribute(x):
     return x * scaled_by_attribute.scale
 
 
-@part()
 class ReadsGlobal(Part):
     """A number that is a global of the module's file, changed between steps."""
 
@@ -52,7 +51,6 @@ class ReadsGlobal(Part):
         return torch.tanh(x * SCALE)
 
 
-@part()
 class ReadsFlag(Part):
     """A flag in a global dict, or in the environment, that decides about the path."""
 
@@ -71,7 +69,6 @@ class ReadsFlag(Part):
         return torch.tanh(x)
 
 
-@part()
 class ReadsClosure(Part):
     """A number in a closure, changed between steps."""
 
@@ -105,7 +102,6 @@ class Settings:
     temperature = 1.0
 
 
-@part()
 class ReadsConfiguration(Part):
     """A configuration object, a namespace or a class attribute, changed between steps."""
 
@@ -128,7 +124,6 @@ class ReadsConfiguration(Part):
         return x + found if self.config.residual else found
 
 
-@part()
 class ReadsObjects(Part):
     """A number of a context variable, a thread, a function or an object in a container, changed between steps."""
 
@@ -161,7 +156,6 @@ class ReadsObjects(Part):
         return torch.tanh(x * reads[self.how]())
 
 
-@part()
 class ChangingAttributes(Part):
     """Attributes that a schedule changes between steps: a rate, a list of numbers, an array, a plain tensor."""
 
@@ -195,7 +189,6 @@ class ChangingAttributes(Part):
         return channels_first(last * self.vector)
 
 
-@part()
 class AsksIfCompiling(Part):
     """A path of its own where the model is compiled, mathematically equal or with another size in memory."""
 
@@ -213,8 +206,7 @@ class AsksIfCompiling(Part):
         return torch.stack([torch.tanh(x)] * 4).prod(0).sqrt()
 
 
-@part(planned=False)
-class LooksAtValues(Part):
+class LooksAtValues(Part, planned=False):
     """Checks of values, always or unless compiled, and a value that decides about the path or a factor."""
 
     def setup(self, draw, inner):
@@ -234,7 +226,6 @@ class LooksAtValues(Part):
         return x.sin()
 
 
-@part()
 class ReplacedForward(Part):
     """A submodule whose forward is replaced on the instance, as hook libraries do it."""
 

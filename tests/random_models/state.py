@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_channel
 
 
-@part()
 class MovingAverage(Part):
     """A buffer with a moving average, updated in place or bound repeat, read before or after that."""
 
@@ -35,7 +34,6 @@ class MovingAverage(Part):
         return x * (1 + 0.1 * per_channel(x, before if self.late else self.average))
 
 
-@part()
 class CountsInBuffer(Part):
     """A step counter in a buffer that scales the output."""
 
@@ -47,8 +45,7 @@ class CountsInBuffer(Part):
         return x * (1 - 0.5 ** self.steps.float())
 
 
-@part(planned=False)
-class CountsInAttribute(Part):
+class CountsInAttribute(Part, planned=False):
     """A step counter that is a number, as for a warm-up."""
 
     def setup(self, draw, inner):
@@ -62,8 +59,7 @@ class CountsInAttribute(Part):
         return x * min(1.0, self.calls / 4)
 
 
-@part(planned=False)
-class CountsInContainer(Part):
+class CountsInContainer(Part, planned=False):
     """A counter in a list or a dict that decides about the path or a factor."""
 
     def setup(self, draw, inner):
@@ -84,8 +80,7 @@ class CountsInContainer(Part):
         return x.exp().sin() if self.how == "path" or self.calls[0] % 2 else x.exp()
 
 
-@part("sequence")
-class MaskCache(Part):
+class MaskCache(Part, kind="sequence"):
     """Causal attention whose mask is made at the first call and again for longer sequences."""
 
     def setup(self, draw, inner):
@@ -123,8 +118,7 @@ _TABLES: dict = {}
 at_restart(_TABLES.clear)
 
 
-@part("sequence")
-class CachedPositions(Part):
+class CachedPositions(Part, kind="sequence"):
     """Positional encodings from a function with a cache, a global dict or torch operations."""
 
     def setup(self, draw, inner):
@@ -141,8 +135,7 @@ class CachedPositions(Part):
         return x + _positions.__wrapped__(length, WIDTH)
 
 
-@part("sequence", planned=False)
-class Rotary(Part):
+class Rotary(Part, kind="sequence", planned=False):
     """Rotary embeddings whose tables grow with the sequence."""
 
     def setup(self, draw, inner):
@@ -164,8 +157,7 @@ class Rotary(Part):
         return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
 
 
-@part(planned=False)
-class KeepsItsOutput(Part):
+class KeepsItsOutput(Part, planned=False):
     """A module that keeps its last output, detached or not, as an attribute."""
 
     def setup(self, draw, inner):
@@ -178,8 +170,7 @@ class KeepsItsOutput(Part):
         return x * 0.5
 
 
-@part(planned=False)
-class ReadsLastStep(Part):
+class ReadsLastStep(Part, planned=False):
     """A recurrent memory over steps: the detached output of the step before is part of this one."""
 
     def setup(self, draw, inner):
@@ -193,7 +184,6 @@ class ReadsLastStep(Part):
         return x
 
 
-@part()
 class Queue(Part):
     """A memory bank: a buffer as a ring, with its place in a buffer or a number, as in MoCo."""
 
@@ -224,7 +214,6 @@ class Queue(Part):
         return out
 
 
-@part()
 class Codebook(Part):
     """Vector quantization: nearest codes, a straight-through gradient, codes updated by moving averages."""
 
@@ -250,8 +239,7 @@ class Codebook(Part):
         return channels_first(last + (found - last).detach())
 
 
-@part(planned=False)
-class MomentumTwin(Part):
+class MomentumTwin(Part, planned=False):
     """A layer and a slow copy of it, whose parameters its forward updates."""
 
     def setup(self, draw, inner):

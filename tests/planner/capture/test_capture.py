@@ -89,14 +89,9 @@ def test_changes_in_place_are_part_of_the_step():
     same_as_eager(model, torch.randn(3, 4))
 
 
-def one_twice(self, x, y):
-    x.mul_(2)
-    return self.first(x) * self.second(y)
-
-
 def test_one_tensor_can_be_two_arguments():
     x = torch.randn(3, 4)
-    model = Model(one_twice)
+    model = Model(lambda self, x, y: self.first(x.mul_(2)) * self.second(y))
     other = copy.deepcopy(model)
     planned = ackpt.compile(other, x, x, policy="none")
     one, two = x.clone(), x.clone()
@@ -113,11 +108,6 @@ def keeps(self, x):
     return self.kept.sum()
 
 
-def appends(self, x):
-    self.list.append(self.first(x))
-    return self.list[-1].sum()
-
-
 def counts(self, x):
     self.calls += 1
     return self.first(x).sum()
@@ -126,7 +116,10 @@ def counts(self, x):
 REFUSED = {
     "assigns a buffer": (assigns, "replaces buffer 'buffer' of the model.*self.buffer.copy_.*regions=True"),
     "keeps a tensor": (keeps, "stores a tensor in attribute 'kept' of the model"),
-    "appends a tensor": (appends, "stores a tensor in attribute 'list' of the model"),
+    "appends a tensor": (
+        lambda self, x: self.list.append(self.first(x)) or self.list[-1].sum(),
+        "stores a tensor in attribute 'list' of the model",
+    ),
     "counts": (counts, "changes attribute 'calls' of the model from 0 to 1"),
     "random": (lambda self, x: self.first(x) * random.random(), "random numbers from Python's module random"),
     "numpy": (lambda self, x: self.first(x) * np.random.rand(), "random numbers from numpy.random"),  # noqa: NPY002
@@ -157,18 +150,13 @@ class Lazy(nn.Module):
         return self.linear(x).sum() * (self.stride or 1) + (0 if self.bias is None else self.bias.sum())
 
 
-def test_an_attribute_that_is_set_once_is_as_after_the_first_call():
-    model = Lazy(creates=False)
+@pytest.mark.parametrize("creates", [False, True], ids=["attribute", "buffer"])
+def test_an_attribute_or_buffer_that_is_set_once_is_as_after_the_first_call(creates):
+    model, x = Lazy(creates), torch.randn(3, 4)
     step = ackpt.compile(model, torch.randn(3, 4), policy="none")
-    assert model.stride == 2
-    x = torch.randn(3, 4)
-    assert torch.equal(step(x), model(x)) and len(step.history) == 1
-
-
-def test_a_buffer_that_is_created_once_is_as_after_the_first_call():
-    model, x = Lazy(creates=True), torch.randn(3, 4)
-    step = ackpt.compile(model, x, policy="none")
-    assert type(model.bias) is torch.Tensor and torch.equal(model.bias, torch.arange(4.0))
+    if creates:
+        assert type(model.bias) is torch.Tensor and torch.equal(model.bias, torch.arange(4.0))
+    assert model.stride == (None if creates else 2)
     assert torch.equal(step(x), model(x)) and len(step.history) == 1
 
 
@@ -304,13 +292,9 @@ def test_an_argument_that_the_forward_reads_is_allowed():
     assert len(graph.nodes)
 
 
-def kept_by_hook(model, found):
-    return model.first.register_forward_hook(lambda module, args, output: found.append(output)).remove
-
-
 def test_a_tensor_kept_by_a_hook_is_refused_until_the_hook_is_removed():
     model, x, found = Model(lambda self, x: self.first(x).relu()), torch.randn(3, 4), []
-    remove = kept_by_hook(model, found)
+    remove = model.first.register_forward_hook(lambda module, args, output: found.append(output)).remove
     with pytest.raises(TraceError, match="stores a tensor that it computes at .*capture.py:.*: in a hook.*remove"):
         trace(model, x)
     remove()
@@ -357,11 +341,6 @@ def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
 # A captured step takes the ways that the plain model takes, also where a model asks whether it is compiled.
 
 
-class Asks(nn.Linear):
-    def forward(self, x):
-        return (super().forward(x) * (3 if torch.compiler.is_compiling() else 2)).square().sum()
-
-
 class Looks(nn.Linear):
     """Looks at values, unless it is compiled."""
 
@@ -371,14 +350,10 @@ class Looks(nn.Linear):
         return super().forward(x).square().sum()
 
 
-def same(model, x):
-    step = ackpt.compile(model, x, policy="full")
-    assert_as_eager(model, step, x)
-    assert not torch.compiler.is_compiling()
-
-
 def test_a_model_that_asks_is_compiling_is_captured_as_in_eager():
-    same(Asks(4, 4), torch.randn(3, 4))
+    model, x = Model(lambda self, x: self.first(x) * (3 if torch.compiler.is_compiling() else 2)), torch.randn(3, 4)
+    assert_as_eager(model, ackpt.compile(model, x, policy="full"), x)
+    assert not torch.compiler.is_compiling()
 
 
 LOOKS = "looks at the values of a tensor at .*test_capture.py"

@@ -226,11 +226,6 @@ def logs_deep(model, x):
     return 0.0
 
 
-def keeps_input(model, x):
-    model.known["x"] = x
-    return 0.0
-
-
 def changes_every_time(model, x):
     model.attribute = torch.zeros(()) if model.attribute is None else model.attribute + 1
     return model.attribute
@@ -259,7 +254,7 @@ def uses_only_once(model, x):
 REFUSED = {
     "log": (logs, "stores a tensor in global 'LOG' of test_kept_tensors"),
     "deep log": (logs_deep, r"stores a tensor that it computes at .*test_kept_tensors.py:\d+"),
-    "input": (keeps_input, "stores a tensor in attribute 'known'"),
+    "input": (lambda model, x: model.known.update(x=x) or 0.0, "stores a tensor in attribute 'known'"),
     "accumulates": (changes_every_time, "stores a tensor in attribute 'attribute'"),
     "in place": (counts_in_place, "stores a tensor in attribute 'attribute'"),
     "random": (draws_once, "stores a tensor in attribute 'attribute'"),

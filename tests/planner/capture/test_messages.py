@@ -98,10 +98,8 @@ def test_a_parallel_model_is_given_a_budget_before_it_is_wrapped(tmp_path):
         before = r"Call ackpt.apply_budget\(model, ...\) before DistributedDataParallel\(model\)"
         raises(TypeError, before, lambda: ackpt.apply_budget(wrapped, X))
         sharded = FullyShardedDataParallel(nn.Sequential(layers(), layers()), device_id=torch.device("cpu"))
-        with pytest.raises(
-            TypeError, match="Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"
-        ):
-            ackpt.apply_budget(sharded, X)
+        said = "Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"
+        raises(TypeError, said, lambda: ackpt.apply_budget(sharded, X))
         sharded = [FullyShardedDataParallel(layers(), device_id=torch.device("cpu")) for _ in range(2)]
         with pytest.raises(ValueError, match="module '0' is a FullyShardedDataParallel.*pass the class of the blocks"):
             ackpt.apply_activation_checkpointing(nn.Sequential(*sharded))
@@ -164,13 +162,8 @@ def test_a_forward_that_seeds_from_the_system_is_refused_with_a_budget_too():
 SCALE = 2.0
 
 
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).sum() * SCALE
-
-
 def test_a_global_changed_since_a_saved_plan_is_named(monkeypatch):
-    model = Scaled(8, 8)
+    model = model_of(lambda self, x: self.layer(x).sum() * SCALE, layer=nn.Linear(8, 8))
     step = ackpt.compile(model, X, plan=ackpt.plan(ackpt.trace(model, X)))
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     raises(ackpt.graph.PlanError, "Since then, global 'SCALE' of .*changed: change it back", lambda: step(X))
@@ -202,10 +195,8 @@ def test_an_operation_of_a_library_without_a_fake_kernel_is_refused():
 
 
 def test_an_operation_without_a_fake_kernel_is_refused_and_runs_in_a_region():
-    with pytest.raises(
-        ackpt.TraceError, match="ackpt_tests::without_shapes returns are not known at .*no fake kernel"
-    ) as error:
-        ackpt.compile(Custom(without_shapes), X)
+    said = "ackpt_tests::without_shapes returns are not known at .*no fake kernel"
+    error = raises(ackpt.TraceError, said, lambda: ackpt.compile(Custom(without_shapes), X))
     assert "register_fake" in str(error.value) and "apply_activation_checkpointing" in str(error.value)
     ackpt.checkpoint(model := Custom(without_shapes), X).backward()
     assert model.weight.grad is not None
@@ -262,23 +253,20 @@ def test_model_arguments_called_policy_and_budget_reach_the_model():
     assert torch.equal(model(x, policy=3.0, budget=5.0), expected)
 
 
-class Branches(nn.Linear):
-    def forward(self, x):
-        hidden = super().forward(x)
-        return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)).sum()
+HIGHER_ORDER = {
+    "calls a higher-order operator at .*test_messages.py.*torch.where": lambda self, x: torch.cond(
+        self.layer(x).sum() > 0, torch.sin, torch.cos, (self.layer(x),)
+    ).sum(),
+    "the model itself.*calls print, a higher-order operator with an effect": lambda self, x: (
+        torch._higher_order_ops.print("{}", x.sum()) or self.layer(x).sum()
+    ),
+}
 
 
-class Prints(nn.Linear):
-    def forward(self, x):
-        torch._higher_order_ops.print("{}", x.sum())
-        return super().forward(x).sum()
-
-
-def test_higher_order_operators_are_refused():
-    with pytest.raises(ackpt.TraceError, match="calls a higher-order operator at .*test_messages.py.*torch.where"):
-        ackpt.compile(Branches(8, 8), X, policy="full")
-    with pytest.raises(ackpt.TraceError, match="the model itself.*calls print, a higher-order operator with an effect"):
-        ackpt.compile(Prints(8, 8), X, policy="full")
+@pytest.mark.parametrize("said", HIGHER_ORDER, ids=["cond", "print"])
+def test_higher_order_operators_are_refused(said):
+    model = model_of(HIGHER_ORDER[said], layer=nn.Linear(8, 8))
+    raises(ackpt.TraceError, said, lambda: ackpt.compile(model, X, policy="full"))
 
 
 class Halved(nn.Linear):
@@ -291,13 +279,9 @@ class Halved(nn.Linear):
             return super().forward(x).tanh().sum()
 
 
-class Subclass(torch.autograd.graph.saved_tensors_hooks):
-    pass
-
-
 def test_saved_tensors_hooks_in_a_forward_are_refused():
     model = Halved(8, 8)
-    for model.hooks in (torch.autograd.graph.saved_tensors_hooks, Subclass):
+    for model.hooks in (Halved.hooks, type("Subclass", (Halved.hooks,), {})):
         with pytest.raises(ackpt.TraceError, match="saved_tensors_hooks at .*test_messages.py.*regions=True"):
             ackpt.compile(model, X, policy="full")
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):  # outside of the model
@@ -318,15 +302,6 @@ def test_a_view_under_inference_mode_is_refused_with_the_fix():
     assert torch.equal(ackpt.compile(model, X, budget="1MiB")(X), model(X))
 
 
-class ReadsGradients(nn.Linear):
-    def __init__(self, read):
-        super().__init__(8, 8)
-        self.read = read
-
-    def forward(self, x):
-        return super().forward(x).sum() + self.read(self.weight)
-
-
 @pytest.mark.parametrize(
     "read",
     [
@@ -337,17 +312,12 @@ class ReadsGradients(nn.Linear):
 )
 @pytest.mark.parametrize("has_gradient", [False, True])
 def test_a_forward_that_reads_or_sets_gradients_is_refused(read, has_gradient):
-    model = ReadsGradients(read)
+    model = model_of(lambda self, x: self.layer(x).sum() + read(self.layer.weight), layer=nn.Linear(8, 8))
     gradient = torch.ones(8, 8) if has_gradient else None
-    model.weight.grad = gradient
+    model.layer.weight.grad = gradient
     with pytest.raises(ackpt.TraceError, match=r"reads or sets the gradient of a tensor at .*test_messages.py:\d+"):
         ackpt.apply_budget(model, X, budget="1MiB")
-    assert model.weight.grad is gradient
-
-
-class ScaledByInput(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).tanh().sum() * getattr(x, "scale", 1.0)
+    assert model.layer.weight.grad is gradient
 
 
 def scaled(x, scale):
@@ -356,7 +326,8 @@ def scaled(x, scale):
 
 
 def test_python_attributes_of_an_argument_are_refused_or_planned_in_parts():
-    model, x = ScaledByInput(8, 8), torch.ones(4, 8)
+    model = model_of(lambda self, x: self.layer(x).tanh().sum() * getattr(x, "scale", 1.0), layer=nn.Linear(8, 8))
+    x = torch.ones(4, 8)
     x._mark = 3
     step = ackpt.compile(model, x, policy="full")
     assert torch.equal(step(x), model(x))

@@ -59,10 +59,6 @@ def _renamed(model):
     model.other = 1
 
 
-def _renamed_submodule(model):
-    model.third = model._modules.pop("second")
-
-
 def _reordered(model):
     model.first = model._modules.pop("first")
 
@@ -71,25 +67,9 @@ def _renamed_buffer(model):
     model.register_buffer("shift", model._buffers.pop("offset"))
 
 
-def _moved_buffer(model):
-    model.offset, model.spare = None, model.offset
-
-
 def _reparametrized(model):
     parametrize.remove_parametrizations(model.parametrized, "weight", leave_parametrized=False)
     parametrize.register_parametrization(model.parametrized, "weight", nn.Sigmoid())
-
-
-def _scaled(module, x):
-    return x * 2
-
-
-def _swapped_data(model):
-    model.first.weight.data = model.first.weight.data.double()
-
-
-def _untied(model):
-    model.second.weight.data = model.second.weight.data.clone()
 
 
 CHANGES = {
@@ -110,22 +90,24 @@ CHANGES = {
     "item of a set": lambda model: model.chosen.add(2),
     "item of a deque": lambda model: model.recent.append(2),
     "module in a list": lambda model: model.unregistered.__setitem__(0, nn.Sigmoid()),
-    "forward of an instance": lambda model: setattr(model.first, "forward", MethodType(_scaled, model.first)),
+    "forward of an instance": lambda model: setattr(
+        model.first, "forward", MethodType(lambda _, x: 2 * x, model.first)
+    ),
     "class of an instance": _set("__class__", OtherHolder),
     "type of a submodule": _set("between", nn.Sigmoid()),
     "shared submodule": lambda model: setattr(model, "again", model.second),
     "order of submodules": _reordered,
-    "renamed submodule": _renamed_submodule,
+    "renamed submodule": lambda model: setattr(model, "third", model._modules.pop("second")),
     "removed submodule": lambda model: delattr(model, "between"),
     "renamed buffer": _renamed_buffer,
-    "buffer that becomes None": _moved_buffer,
+    "buffer that becomes None": lambda model: [setattr(model, "spare", model.offset), setattr(model, "offset", None)],
     "parametrization": _reparametrized,
     "training": lambda model: model.first.eval(),
     "requires_grad": lambda model: model.first.weight.requires_grad_(False),
-    "dtype": _swapped_data,
+    "dtype": lambda model: setattr(model.first.weight, "data", model.first.weight.data.double()),
     "shape": lambda model: setattr(model, "offset", torch.zeros(1)),
     "strides": lambda model: setattr(model.first.weight, "data", model.first.weight.data.t()),
-    "storages": _untied,
+    "storages": lambda model: setattr(model.second.weight, "data", model.second.weight.data.clone()),
     "no bias": lambda model: setattr(model.first, "bias", None),
     "submodule": lambda model: setattr(model, "first", nn.Linear(4, 4, bias=False)),
     "added submodule": lambda model: model.add_module("third", nn.ReLU()),

@@ -224,14 +224,6 @@ def test_a_changed_global_recompiles_in_dynamo():
     assert len(plans) == 2
 
 
-@dataclasses.dataclass
-class Options:
-    factor: float = 2.0
-
-
-options = Options()
-
-
 collected = 0
 
 

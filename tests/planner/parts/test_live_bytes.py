@@ -41,19 +41,15 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def to_one_expert(tokens: int, expert: int = 0):
-    """A hook of a router that sends so many tokens to one expert, and the others to all experts in turn."""
+def routed(model, tokens: int, expert: int = 0):
+    """Hooks of the routers that send so many tokens to one expert, and the others to all experts in turn."""
 
-    def routed(router, inputs, logits):
+    def chooses(router, inputs, logits):
         chosen = torch.arange(len(logits)) % EXPERTS
         chosen[:tokens] = expert
         return logits + 100 * nn.functional.one_hot(chosen, EXPERTS)
 
-    return routed
-
-
-def routed(model, tokens: int, expert: int = 0):
-    return [layer.router.register_forward_hook(to_one_expert(tokens, expert)) for layer in model.layers]
+    return [layer.router.register_forward_hook(chooses) for layer in model.layers]
 
 
 def without(hooks):

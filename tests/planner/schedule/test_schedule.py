@@ -19,10 +19,6 @@ def graph():
     return ackpt.trace(nn.Sequential(*layers), torch.ones(2, 4))
 
 
-def names(graph, steps):
-    return [graph.nodes[step.id].target for step in steps if step.kind == COMPUTE]
-
-
 def recomputed(graph, schedule):
     return [s.id for s in schedule.backward if s.kind == COMPUTE and graph.nodes[s.id].phase == "forward"]
 
@@ -36,7 +32,7 @@ def test_saving_nothing_recomputes_each_value_once_and_late(graph):
     again = operations(graph, recomputed(graph, schedule))
     # The last Tanh is the output, which the caller holds; of the others each runs once more.
     assert sorted(again) == 2 * ["aten.addmm.default"] + 2 * ["aten.tanh.default"]
-    order = names(graph, schedule.backward)
+    order = [graph.nodes[step.id].target for step in schedule.backward if step.kind == COMPUTE]
     assert order.index("aten.tanh_backward.default") < order.index("aten.addmm.default")
     simulated = simulate(graph, profile(graph), schedule)
     assert simulated.recompute_flops == 2 * (2 * 2 * 4 * 4)

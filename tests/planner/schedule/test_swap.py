@@ -154,10 +154,6 @@ def test_the_limit_decides_between_bytes_and_seconds():
     assert waits == sorted(waits, reverse=True) and waits[0] > waits[-1]
 
 
-def planned(model, planner):
-    return PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=planner(graph), limit_bytes=None))
-
-
 def away_and_again(graph):
     """Some offloaded, some recomputed from what is offloaded."""
     analysis = graph.analysis
@@ -168,7 +164,7 @@ def away_and_again(graph):
 
 def test_an_offloaded_step_is_bit_equal_and_has_the_simulated_peak():
     model, x = deep()
-    step = planned(model, away_and_again)
+    step = PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=away_and_again(graph), limit_bytes=None))
     step.prepare(x)
     graph = ackpt.trace(model, x)
     found = simulate(graph, profile(graph, workspace="measured"), step.plan.schedule)
