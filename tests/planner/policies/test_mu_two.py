@@ -21,11 +21,6 @@ from experiments.models.resnet import ResNet, ResNetConfig
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def once_for_each_reader(graph):
-    """The schedule that saves nothing and frees what only a recomputation needs."""
-    return scheduled(graph, None, order_for_each_reader(graph.analysis, ()))
-
-
 def unit_times(graph):
     """A second for each operation, none for views."""
     analysis = graph.analysis
@@ -158,5 +153,5 @@ def test_with_many_choices_only_some_are_simulated(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))
     found = [simulate(graph, profile(graph), made) for made in evictions(graph, profile(graph))]
     assert 4 <= len(found) <= 2 * 4
-    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(graph))
+    nothing_kept = simulate(graph, profile(graph), scheduled(graph, None, order_for_each_reader(graph.analysis, ())))
     assert min(each.peak_bytes for each in found) == nothing_kept.peak_bytes
