@@ -109,11 +109,8 @@ def test_agrees_with_the_allocators_own_counter(mlp):
             event = stack.pop()
             stack += event.children
             events.append(event)
-        allocations = [
-            event.typed[1]
-            for event in sorted(events, key=lambda event: event.start_time_ns)
-            if event.name == "[memory]"
-        ]
+        events.sort(key=lambda event: event.start_time_ns)
+        allocations = [event.typed[1] for event in events if event.name == "[memory]"]
         # The allocator's running total moves by the size of each event, so none is lost or out of order.
         for before, event in zip(allocations, allocations[1:]):
             seen.append(event.total_allocated - before.total_allocated == event.alloc_size)

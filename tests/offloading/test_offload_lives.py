@@ -1,5 +1,6 @@
 """Graphs that end in many ways: the gradients are right, and the store is empty afterwards."""
 
+import concurrent.futures
 import functools
 import gc
 import threading
@@ -274,22 +275,18 @@ def test_threads_share_an_engine(mode, count):
         for scale in (1, 2, 3):
             forward(*plain(), model, x * scale).sum().backward()
         expected.append(gradients(model))
-    barrier, found = threading.Barrier(count), {}
+    barrier = threading.Barrier(count)
     context().engine.reset_stats()
 
-    def work(place):
+    def work(model):
         barrier.wait()
         for scale in (1, 2, 3):
-            forward(context, call, models[place], x * scale).sum().backward()
-        found[place] = gradients(models[place])
+            forward(context, call, model, x * scale).sum().backward()
+        return gradients(model)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for place in range(count):
-        assert_equal(expected[place], found[place], "gradient")
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        for wanted, found in zip(expected, pool.map(work, models)):
+            assert_equal(wanted, found, "gradient")
     assert counts(context().engine, "copies_out")["copies_out"] > 3 * count
     assert_empty(context().engine)
 

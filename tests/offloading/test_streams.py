@@ -94,13 +94,12 @@ def test_seconds_exclude_the_waiting_before_the_work(gate):
 def test_a_stream_without_references_ends():
     stream = Stream("test")
     stream.submit(lambda: None).wait()
-    reference, threads = weakref.ref(stream), [stream._thread]
+    reference, thread = weakref.ref(stream), stream._thread
     del stream
     gc.collect()
     assert reference() is None
-    for thread in threads:
-        thread.join(LONG)
-    assert not any(thread.is_alive() for thread in threads)
+    thread.join(LONG)
+    assert not thread.is_alive()
 
 
 def in_a_child(work) -> bool:

@@ -1,8 +1,8 @@
 """A budget in place: the model stays the object that it is, and its training calls run as planned."""
 
+import concurrent.futures
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -181,13 +181,10 @@ def test_other_plans_refuse_a_model_with_a_budget(model):
 
 def test_several_threads_can_call_the_model(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
-    expected, results = model(**BATCH)["loss"].detach(), []
-    threads = [threading.Thread(target=lambda: results.append(model(**BATCH)["loss"].detach())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+    expected = model(**BATCH)["loss"].detach()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: model(**BATCH)["loss"].detach(), range(3)))
+    assert all(torch.equal(each, expected) for each in results)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input

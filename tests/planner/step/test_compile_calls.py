@@ -32,14 +32,6 @@ def x(seed=0, rows=3):
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def pair(policy="full"):
-    """An eager model, and a step of a copy of it."""
-    torch.manual_seed(0)
-    model = Two(chain)
-    copied = copy.deepcopy(model)
-    return model, copied, ackpt.compile(copied, x(), policy=policy)
-
-
 def no_grad(call, model):
     with torch.no_grad():
         return [call(x())]
@@ -163,8 +155,10 @@ LIVES += [autocast, frozen_later, module_replaced, attribute_changed, state_load
 
 @pytest.mark.parametrize("life", LIVES)
 def test_a_step_follows_changes_of_its_model_over_many_calls(life):
-    eager, model, step = pair()
-    found = []
+    torch.manual_seed(0)
+    eager, found = Two(chain), []
+    model = copy.deepcopy(eager)
+    step = ackpt.compile(model, x(), policy="full")
     for own, call in ((eager, eager), (model, step)):
         torch.manual_seed(1)
         outputs = life(call, own) or []

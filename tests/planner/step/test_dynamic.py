@@ -117,12 +117,6 @@ def test_two_lengths_of_an_encoder_and_a_decoder():
     assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
 
 
-class Mixed(Blocks):
-    def forward(self, ids):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(ids)
-
-
 def test_nothing_is_recomputed_where_the_baseline_keeps_the_budget():
     model = Words()
     step = ackpt.compile(model, ids(8, 40), budget="540kB")

@@ -175,14 +175,11 @@ def test_interpolated_sizes_are_served(mode, resized):
     dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
 
-    def make_resized():
-        def forward(self, x):
-            to = {"size": [n + 3 for n in x.shape[2:]]} if resized == "size" else {"scale_factor": 1.7}
-            return F.interpolate(self.layer(x), mode=mode, antialias=bool(antialias), **to).square().mean()
+    def forward(self, x):
+        to = {"size": [n + 3 for n in x.shape[2:]]} if resized == "size" else {"scale_factor": 1.7}
+        return F.interpolate(self.layer(x), mode=mode, antialias=bool(antialias), **to).square().mean()
 
-        return model_of(forward, layer=convolution(2, 3, 3, padding=1))
-
-    model = make_resized()
+    model = model_of(forward, layer=convolution(2, 3, 3, padding=1))
     step = ackpt.compile(model, torch.randn(2, 2, *[8, 6, 4][:dims]), dynamic={"x": dict.fromkeys(range(2, 2 + dims))})
     for sizes in ([5, 9, 7], [12, 12, 12]):
         check(step, model, torch.randn(2, 2, *sizes[:dims]))
@@ -211,12 +208,9 @@ def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
     ],
 )
 def test_a_recurrent_layer_explains_its_capture_for_each_length(kind, reason):
-    def layer():
-        return model_of(
-            lambda self, x: self.layer(x)[0].square().mean(), layer=getattr(nn, kind)(32, 32, batch_first=True)
-        )
-
-    step = ackpt.compile(layer(), torch.randn(2, 5, 32))
+    layer = getattr(nn, kind)(32, 32, batch_first=True)
+    model = model_of(lambda self, x: self.layer(x)[0].square().mean(), layer=layer)
+    step = ackpt.compile(model, torch.randn(2, 5, 32))
     step.prepare(torch.randn(2, 4, 32))
     assert step.history[1].kind == "refused" and re.search(reason, step.history[1].cause)
 
