@@ -143,8 +143,6 @@ def left_by_steps(model: nn.Module, call: Callable, batches, optimizer=torch.opt
 
 @dataclasses.dataclass
 class Step:
-    """What one step left behind."""
-
     outputs: list[torch.Tensor]
     requires_grad: list[bool]
     grads: list[torch.Tensor | None]
@@ -239,7 +237,6 @@ def model_of(forward: Callable, /, **parts) -> nn.Module:
 
 
 def with_layer(layer: nn.Module) -> nn.Module:
-    """`layer` between two linear layers."""
     return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
 
 

@@ -104,14 +104,12 @@ def build(name):
 
 @cache
 def captured(name):
-    """A model and its captured step."""
     model, args = build(name)
     return model, CapturedStep(model, *args)
 
 
 @cache
 def traced(name):
-    """The graph of a model and its profile."""
     graph = captured(name)[1].graph
     return graph, ackpt.profile(graph)
 
@@ -171,7 +169,6 @@ def plain_results(name, threads):
 
 
 def results(model, step, args):
-    """Loss, gradients and buffers of one step."""
     loss = step(*args)
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]

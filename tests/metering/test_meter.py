@@ -134,7 +134,6 @@ def test_gradients_that_remain_count_as_gradients(mlp):
 
 
 def test_gradients_dropped_in_the_step_are_recognised(mlp):
-    """After zero_grad at the end of the step, no storage belongs to a .grad any more."""
     model, x = mlp
 
     def step():
@@ -226,7 +225,6 @@ def test_a_measurement_is_printed_without_its_timeline(mlp):
 
 
 def test_measuring_prints_nothing():
-    """Prints neither the profiler's log nor the allocator's warning about blocks from before the profile."""
     program = (
         "import torch, ackpt\n"
         "model, x, kept = torch.nn.Linear(8, 8), torch.ones(4, 8), {}\n"
@@ -345,8 +343,6 @@ def test_grouped_query_attention_counts():
 
 
 class TestCompiled:
-    """Compiled code is counted as it runs, and is not compiled again."""
-
     @pytest.fixture(autouse=True)
     def fresh(self):
         torch._dynamo.reset()

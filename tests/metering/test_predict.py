@@ -61,7 +61,6 @@ def transformer(checkpointed=False):
 
 
 def both(make, optimizer=None, dtype=None, **options):
-    """The same step measured and predicted."""
     results = []
     for meter, mode in ((measure, contextlib.nullcontext()), (predict, FakeTensorMode())):
         with mode:

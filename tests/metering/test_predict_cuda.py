@@ -17,8 +17,6 @@ from ackpt.metering.prediction import predict
 
 
 class Log(TorchDispatchMode):
-    """Records the operations that run, with the shapes and dtypes of their outputs."""
-
     def __init__(self):
         super().__init__()
         self.calls = []

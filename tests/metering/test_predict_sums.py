@@ -130,7 +130,6 @@ def to_several(loss, h, x):
 
 
 def both(loss_of, run=backward):
-    """The same step measured and predicted."""
     results = []
     for meter, options, mode in ((measure, {"repeats": 0}, contextlib.nullcontext()), (predict, {}, FakeTensorMode())):
         with mode:

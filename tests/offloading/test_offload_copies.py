@@ -78,8 +78,6 @@ def test_an_input_of_several_regions_is_copied_once(mode):
 
 
 class Weights(nn.Module):
-    """Uses parameters and buffers in every form, and computes one activation per form."""
-
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(matrix(0.1))

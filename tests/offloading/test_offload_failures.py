@@ -27,7 +27,6 @@ def failure(step, *args):
 
 
 def count_moves(monkeypatch, kind, mode):
-    """The number of copies in one step."""
     counted, move = [], transport._move
     monkeypatch.setattr(transport, "_move", lambda *args: (counted.append(1), move(*args)))
     run_network(kind, own_engine(mode, keep_last=0), 1)
@@ -36,7 +35,6 @@ def count_moves(monkeypatch, kind, mode):
 
 
 def failing_at(monkeypatch, number):
-    """Make only the copy with this number fail."""
     move, count, lock = transport._move, iter(range(10**6)), threading.Lock()
 
     def fails_once(*args):

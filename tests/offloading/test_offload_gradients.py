@@ -236,7 +236,6 @@ CHANGES = {
 
 @pytest.fixture
 def gate(monkeypatch):
-    """An event that all copies wait for."""
     opened, move = threading.Event(), ackpt.offloading.transport._move
 
     def waits(*args):

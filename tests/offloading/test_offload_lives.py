@@ -187,7 +187,6 @@ SCENARIOS = {
 
 
 def run(scenario, context, call):
-    """What the scenario returns, and the gradients that it leaves."""
     seed(1)
     model, x = blocks(3), matrix().requires_grad_()
     return [*(SCENARIOS[scenario](context, call, model, x) or ()), *gradients(model, x)]

@@ -158,7 +158,6 @@ def test_nothing_is_allocated_for_the_store_after_the_first_step(kind, how, stor
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 def test_copies_in_flight_are_bounded_in_both_directions(lookahead):
-    """Bounds the bytes of submitted copies that compute has not waited for yet."""
     chosen = offload("async", lookahead_bytes=lookahead * BOUNDARY, keep_last=1)
     x, on_the_way, most = torch.ones(TOKENS, SIDE, requires_grad=True), {}, {"out": 0, "in": 0}
 

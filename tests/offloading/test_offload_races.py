@@ -21,7 +21,6 @@ def right():
 
 @pytest.fixture
 def made_late():
-    """A factory of transports, all of whose copies run at the end of the test."""
     transports = []
 
     def make(kind=LateTransport):

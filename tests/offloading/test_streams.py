@@ -17,7 +17,6 @@ LONG = 20  # seconds that no test comes near
 
 @pytest.fixture
 def gate():
-    """Work that waits for this gate does not start until the test opens it."""
     event = threading.Event()
     yield event
     event.set()
@@ -103,7 +102,6 @@ def test_a_stream_without_references_ends():
 
 
 def in_a_child(work) -> bool:
-    """Whether `work` returned true in a forked process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process has threads; newer versions of Python warn of that
         pid = os.fork()

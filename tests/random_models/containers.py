@@ -73,8 +73,6 @@ class CalledTwice(Part, inner=(1, 2)):
 
 
 class SharedWeights(Part):
-    """Two layers with one weight: the module twice in a list, a tied parameter, or a transposed use."""
-
     def setup(self, draw, inner):
         first = nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["module", "parameter", "transposed"])
@@ -102,8 +100,6 @@ class Outputs:
 
 
 class Structured(Part, inner=(1, 2)):
-    """A block that returns a dict, a tuple or a dataclass, and takes keywords with optional tensors."""
-
     def setup(self, draw, inner):
         self.block = _Structured(draw.choice(["dict", "tuple", "dataclass"]), inner)
         self.uses = draw.random() < 0.5
@@ -132,8 +128,6 @@ class _Structured(nn.Module):
 
 
 class Hooked(Part, inner=(1, 2)):
-    """Hooks on a block: they change inputs or outputs, count, scale gradients, or keep what they see."""
-
     def setup(self, draw, inner):
         self.block = nn.Sequential(*inner, nn.Tanh())
         self.how = draw.choice(["input", "output", "inner", "keep", "backward", "tensor", "backward pre"])
@@ -207,8 +201,6 @@ class Functional(Part, inner=(1, 2)):
 
 
 class CallsForward(Part, inner=(1, 2), planned=False):
-    """A block called by its ``forward``, past its hooks, and another kept out of the modules, in a list."""
-
     def setup(self, draw, inner):
         self.block = inner[0]
         self.others = list(inner[1:])
@@ -234,8 +226,6 @@ class SideLoss(Part, inner=(1, 2), planned=False):
 
 
 class Residual(Part, inner=(1, 3)):
-    """A residual block, whose sum may be in place."""
-
     def setup(self, draw, inner):
         self.block = nn.Sequential(*inner)
         self.in_place = draw.random() < 0.4

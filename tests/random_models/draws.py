@@ -11,8 +11,6 @@ from .part import WIDTH, Part, at_restart
 
 
 class Dropouts(Part):
-    """torch's dropouts, as modules and functions, in place or not."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["module", "in place", "function", "alpha", "feature alpha"])
         self.dropout = nn.Dropout(0.3, inplace=self.how == "in place")
@@ -28,8 +26,6 @@ class Dropouts(Part):
 
 
 class Dropout2d(Part, kind="image"):
-    """Dropout of whole channels."""
-
     def setup(self, draw, inner):
         self.dropout = nn.Dropout2d(0.3)
 
@@ -77,8 +73,6 @@ def _restart():
 
 
 class OwnGenerator(Part, planned=False):
-    """Noise of a generator that the module, or its file, holds."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["torch", "numpy", "python", "file"])
         self.generator = torch.Generator().manual_seed(3)
@@ -94,8 +88,6 @@ class OwnGenerator(Part, planned=False):
 
 
 class Noise(Part):
-    """Noise of torch: added, multiplied, gumbel, leaky."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["normal", "uniform", "gumbel", "rrelu", "permuted", "multinomial"])
 
@@ -115,8 +107,6 @@ class Noise(Part):
 
 
 class Mixup(Part, planned=False):
-    """Mixes samples with a factor that numpy draws, on the host."""
-
     def forward(self, x):
         factor = np.random.beta(1.0, 1.0)  # noqa: NPY002
         return factor * x + (1 - factor) * x.flip(0)

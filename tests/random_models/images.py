@@ -20,8 +20,6 @@ class ConvNormAct(nn.Sequential):
 
 
 class SqueezeExcite(Part, kind="image"):
-    """Channel attention with a multiplication, in place or not."""
-
     def setup(self, draw, inner):
         self.down, self.up = nn.Conv2d(WIDTH, 2, 1), nn.Conv2d(2, WIDTH, 1)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -33,8 +31,6 @@ class SqueezeExcite(Part, kind="image"):
 
 
 class Resampling(Part, kind="image"):
-    """Down and up again: pooling with indices, interpolation, strided and transposed convolutions, pixel shuffles."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["unpool", "interpolate", "transposed", "shuffle", "unfold", "grid"])
         self.down = nn.Conv2d(WIDTH, WIDTH, 2, 2)
@@ -58,8 +54,6 @@ class Resampling(Part, kind="image"):
 
 
 class ChannelsLast(Part, kind="image"):
-    """A convolution that is computed in another memory format."""
-
     def setup(self, draw, inner):
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         self.back = draw.random() < 0.5

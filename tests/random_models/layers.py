@@ -9,8 +9,6 @@ from .part import WIDTH, Part, channels_first, channels_last
 
 
 class Linear(Part):
-    """A linear layer with an activation, in place or not."""
-
     def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
         acts = [nn.ReLU(True), nn.SiLU(True), nn.GELU(), nn.LeakyReLU(0.1, True), nn.Hardswish(), nn.PReLU(), nn.ELU()]
@@ -21,8 +19,6 @@ class Linear(Part):
 
 
 class Gated(Part):
-    """GLU variants by chunk, split, unbind or indexing."""
-
     def setup(self, draw, inner):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.how = draw.choice(["chunk", "split", "index", "unbind", "glu"])
@@ -70,8 +66,6 @@ class Attention(Part, kind="sequence"):
 
 
 class TorchAttention(Part, kind="sequence"):
-    """torch's own attention module or encoder layer."""
-
     def setup(self, draw, inner):
         self.layer = draw.random() < 0.5
         if self.layer:
@@ -105,8 +99,6 @@ class RelativePositions(Part, kind="sequence"):
 
 
 class Recurrent(Part, kind="sequence"):
-    """LSTM or GRU, with weights in one or two layers."""
-
     def setup(self, draw, inner):
         cls = draw.choice([nn.LSTM, nn.GRU])
         self.layers = cls(WIDTH, 32, draw.choice([1, 2]), batch_first=True, dropout=0.0)
@@ -147,8 +139,6 @@ class Spectral(Part, kind="sequence"):
 
 
 class Experts(Part):
-    """A mixture of experts: top-1 by masks, or by indices whose number depends on values."""
-
     def setup(self, draw, inner):
         self.gate = nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
@@ -208,8 +198,6 @@ class CustomFunctions(Part):
 
 
 class Autocast(Part, inner=(1, 2)):
-    """A part of the model in bfloat16, or one that leaves an autocast around it."""
-
     def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.enabled = draw.random() < 0.7
@@ -221,8 +209,6 @@ class Autocast(Part, inner=(1, 2)):
 
 
 class WithoutGradient(Part, inner=(1, 2)):
-    """A frozen branch under no_grad, or detached, beside a trained one."""
-
     def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.detaches = draw.random() < 0.5
@@ -251,8 +237,6 @@ class TorchCheckpoint(Part):
 
 
 class Views(Part):
-    """Transposes, views, rolls and writes into views."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["write", "roll", "einsum", "transpose", "pad", "expand", "stride"])
         self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1)

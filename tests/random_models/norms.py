@@ -9,8 +9,6 @@ from .part import WIDTH, Part, part
 
 @part("image")
 class BatchNormAct(nn.BatchNorm2d):
-    """A batch norm with an activation, whose forward calls torch's."""
-
     def __init__(self, draw, inner=()):
         momentum = draw.choice([0.1, None])
         super().__init__(WIDTH, momentum=momentum, track_running_stats=draw.random() < 0.8, affine=draw.random() < 0.8)
@@ -22,8 +20,6 @@ class BatchNormAct(nn.BatchNorm2d):
 
 @part("image")
 class BatchNormOwnForward(nn.BatchNorm2d):
-    """A batch norm that calls ``F.batch_norm`` on its buffers itself."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH)
         self.in_place = draw.random() < 0.5
@@ -66,8 +62,6 @@ class BatchNormModes(Part, kind="image"):
 
 
 class FunctionalBatchNorm(Part, kind="image"):
-    """A module that calls ``F.batch_norm`` on two buffers, or on two rows of one."""
-
     def setup(self, draw, inner):
         self.stacked = draw.random() < 0.5
         self.call = draw.choice([F.batch_norm, "torch"])
@@ -85,8 +79,6 @@ class FunctionalBatchNorm(Part, kind="image"):
 
 
 class InstanceNorm(Part, kind="image"):
-    """Instance norm with running statistics, torch's or functional."""
-
     def setup(self, draw, inner):
         self.functional = draw.random() < 0.6
         self.norm = nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=draw.random() < 0.7)
@@ -114,8 +106,6 @@ class GhostBatchNorm(Part, kind="image"):
 
 @part("image")
 class ReadsItsStatistics(nn.BatchNorm2d):
-    """A batch norm whose forward also reads the running statistics that it has just updated."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH)
 
@@ -190,8 +180,6 @@ class Groups(Part, kind="image"):
 
 
 class BatchNormOverTime(Part, kind="sequence"):
-    """A batch norm of transposed sequences."""
-
     def setup(self, draw, inner):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
 
@@ -216,8 +204,6 @@ class RootMeanSquare(Part, kind="sequence"):
 
 @part("sequence")
 class LayerNormOwnForward(nn.LayerNorm):
-    """A layer norm without bias whose forward calls the function."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH, bias=draw.random() < 0.5)
 

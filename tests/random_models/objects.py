@@ -64,8 +64,6 @@ class Swallows(Part):
 
 
 class Iterates(Part, planned=False):
-    """Takes its factor from an iterator that advances at every call."""
-
     def setup(self, draw, inner):
         how = draw.choice(["cycle", "generator", "list", "count", "map"])
         self.values = {
@@ -81,8 +79,6 @@ class Iterates(Part, planned=False):
 
 
 class AssignsLater(Part):
-    """An attribute that is None until the first forward makes it."""
-
     def setup(self, draw, inner):
         self.late: Any = None
         self.how = draw.choice(["module", "parameter", "tensor", "buffer", "number"])
@@ -139,8 +135,6 @@ class _OwnCall(nn.Linear):
 
 
 class CallsOtherwise(Part):
-    """Calls a layer by its forward, its class, a method of its own, a partial or as a copy."""
-
     def setup(self, draw, inner):
         self.layer = copy.deepcopy(_OwnCall(WIDTH, WIDTH))
         self.how = draw.choice(["call", "forward", "class", "step", "partial", "method", "map"])
@@ -227,8 +221,6 @@ class DropsLayers(Part, inner=(1, 2), planned=False):
 
 
 class NormalizesTwice(Part):
-    """One batch norm for two inputs, as in siamese models."""
-
     def setup(self, draw, inner):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
 
@@ -239,8 +231,6 @@ class NormalizesTwice(Part):
 
 
 class DrawsInThread(Part, planned=False):
-    """A thread that draws random numbers of its own while the layer runs."""
-
     def setup(self, draw, inner):
         self.layer, self.how = nn.Linear(WIDTH, WIDTH), draw.choice(["python", "torch"])
 
@@ -252,8 +242,6 @@ class DrawsInThread(Part, planned=False):
 
 
 class StridedProduct(Part):
-    """A product of a strided input with a trained or frozen matrix."""
-
     def setup(self, draw, inner):
         self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(draw.random() < 0.4)
         self.cut = draw.choice(["second", "shifted", "transposed", "columns", "expanded", "one of three"])

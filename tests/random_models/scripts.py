@@ -60,8 +60,6 @@ class CachesOutside(Part, kind="sequence"):
 
 
 class ClassWeights(Part):
-    """A tensor in a class attribute, replaced between steps."""
-
     def setup(self, draw, inner):
         self.changes = draw.random() < 0.6
 
@@ -74,8 +72,6 @@ class ClassWeights(Part):
 
 
 class LogsTensors(Part):
-    """Statistics, detached or not, in a list outside of the module."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["detached", "mean", "item later"])
 
@@ -89,8 +85,6 @@ class LogsTensors(Part):
 
 
 class HooksItsInput(Part):
-    """A hook on the gradient of the input or of an activation, which is used once or twice."""
-
     def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.residual = draw.random() < 0.6
@@ -183,8 +177,6 @@ class Side(enum.Enum):
 
 
 class NamesItsBuffer(Part):
-    """A string, an enum or bytes that choose a buffer, changed between steps."""
-
     def setup(self, draw, inner):
         self.register_buffer("left", torch.ones(WIDTH))
         self.register_buffer("right", -torch.ones(WIDTH))
@@ -205,8 +197,6 @@ class NamesItsBuffer(Part):
 
 
 class Decompositions(Part):
-    """Inverses, solutions and factors of small matrices, products and maxima."""
-
     def setup(self, draw, inner):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
         self.how = draw.choice(["inv", "solve", "cholesky", "logdet", "prod", "maximum", "expm"])
@@ -232,8 +222,6 @@ class Decompositions(Part):
 
 
 class SeedsItself(Part, planned=False):
-    """A forward that seeds random numbers itself, within ``fork_rng`` or for good."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["fork", "numpy", "python"])
 
@@ -262,8 +250,6 @@ class SavesLess(Part, planned=False):
 
 
 class MakesParameter(Part):
-    """A parameter that the forward creates, and weights that are set to their own values."""
-
     def setup(self, draw, inner):
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.sets = draw.random() < 0.5

@@ -37,8 +37,6 @@ def scaled_by_attribute(x):
 
 
 class ReadsGlobal(Part):
-    """A number that is a global of the module's file, changed between steps."""
-
     def setup(self, draw, inner):
         self.changes = draw.random() < 0.6
 
@@ -52,8 +50,6 @@ class ReadsGlobal(Part):
 
 
 class ReadsFlag(Part):
-    """A flag in a global dict, or in the environment, that decides about the path."""
-
     def setup(self, draw, inner):
         self.environment = draw.random() < 0.4
         self.changes = draw.random() < 0.6
@@ -70,8 +66,6 @@ class ReadsFlag(Part):
 
 
 class ReadsClosure(Part):
-    """A number in a closure, changed between steps."""
-
     def setup(self, draw, inner):
         scale = 1.0
 
@@ -103,8 +97,6 @@ class Settings:
 
 
 class ReadsConfiguration(Part):
-    """A configuration object, a namespace or a class attribute, changed between steps."""
-
     def setup(self, draw, inner):
         self.config = draw.choice([Settings, types.SimpleNamespace])(scale=1.0, residual=True)
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -125,8 +117,6 @@ class ReadsConfiguration(Part):
 
 
 class ReadsObjects(Part):
-    """A number of a context variable, a thread, a function or an object in a container, changed between steps."""
-
     def __init__(self, draw, inner=()):
         super().__init__(draw)
         self.how = draw.choice(["context", "thread", "function", "list", "globals", "anomaly"])
@@ -157,8 +147,6 @@ class ReadsObjects(Part):
 
 
 class ChangingAttributes(Part):
-    """Attributes that a schedule changes between steps: a rate, a list of numbers, an array, a plain tensor."""
-
     def setup(self, draw, inner):
         self.dropout = nn.Dropout(0.5)
         self.weights = [0.5, 1.0]
@@ -207,8 +195,6 @@ class AsksIfCompiling(Part):
 
 
 class LooksAtValues(Part, planned=False):
-    """Checks of values, always or unless compiled, and a value that decides about the path or a factor."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["check", "unless compiled", "path", "item"])
 
@@ -227,8 +213,6 @@ class LooksAtValues(Part, planned=False):
 
 
 class ReplacedForward(Part):
-    """A submodule whose forward is replaced on the instance, as hook libraries do it."""
-
     def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH)
         forward = self.linear.forward

@@ -10,8 +10,6 @@ from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_ch
 
 
 class MovingAverage(Part):
-    """A buffer with a moving average, updated in place or bound repeat, read before or after that."""
-
     def setup(self, draw, inner):
         self.register_buffer("average", torch.zeros(WIDTH))
         self.how = draw.choice(["in place", "lerp", "copy", "anew", "view"])
@@ -35,8 +33,6 @@ class MovingAverage(Part):
 
 
 class CountsInBuffer(Part):
-    """A step counter in a buffer that scales the output."""
-
     def setup(self, draw, inner):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
@@ -46,8 +42,6 @@ class CountsInBuffer(Part):
 
 
 class CountsInAttribute(Part, planned=False):
-    """A step counter that is a number, as for a warm-up."""
-
     def setup(self, draw, inner):
         self.calls = 0
         self.branches = draw.random() < 0.5
@@ -60,8 +54,6 @@ class CountsInAttribute(Part, planned=False):
 
 
 class CountsInContainer(Part, planned=False):
-    """A counter in a list or a dict that decides about the path or a factor."""
-
     def setup(self, draw, inner):
         self.calls = [0]
         self.analysis = {}
@@ -81,8 +73,6 @@ class CountsInContainer(Part, planned=False):
 
 
 class MaskCache(Part, kind="sequence"):
-    """Causal attention whose mask is made at the first call and again for longer sequences."""
-
     def setup(self, draw, inner):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.how = draw.choice(["buffer", "attribute", "dict"])
@@ -119,8 +109,6 @@ at_restart(_TABLES.clear)
 
 
 class CachedPositions(Part, kind="sequence"):
-    """Positional encodings from a function with a cache, a global dict or torch operations."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["lru_cache", "global", "each time"])
 
@@ -136,8 +124,6 @@ class CachedPositions(Part, kind="sequence"):
 
 
 class Rotary(Part, kind="sequence", planned=False):
-    """Rotary embeddings whose tables grow with the sequence."""
-
     def setup(self, draw, inner):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.longest = 0
@@ -158,8 +144,6 @@ class Rotary(Part, kind="sequence", planned=False):
 
 
 class KeepsItsOutput(Part, planned=False):
-    """A module that keeps its last output, detached or not, as an attribute."""
-
     def setup(self, draw, inner):
         self.detached = draw.random() < 0.7
         self.last = None

@@ -45,7 +45,6 @@ def held(value):
 
 
 def same_as_eager(model, *args, runs=2):
-    """A planned copy of `model` gives the same bits, call after call."""
     other = copy.deepcopy(model)
     planned = ackpt.compile(other, *args, policy="full")
     for _ in range(runs):
@@ -333,8 +332,6 @@ def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
 
 
 class Looks(nn.Linear):
-    """Looks at values, unless it is compiled."""
-
     def forward(self, x):
         if not torch.compiler.is_compiling() and not bool((x == x).all()):
             raise ValueError("not a number")

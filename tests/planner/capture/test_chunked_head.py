@@ -235,7 +235,6 @@ def test_frozen_parts_get_no_gradient():
 
 
 def large(loss=flat):
-    """A model whose peak is in its head, and its batch of 64 tokens."""
     torch.manual_seed(0)
     model = Own(loss)
     return model, (IDS.repeat(1, 8)[:2, :32].contiguous(), LABELS.repeat(1, 8)[:2, :32].contiguous())
@@ -393,8 +392,6 @@ def test_the_backend_of_torch_compile_has_the_option():
 
 def test_logits_may_be_a_sum_of_two_products():
     class Adapted(Own):
-        """A trained adapter of the head."""
-
         def __init__(self):
             super().__init__(flat)
             self.low, self.high = nn.Linear(16, 2, bias=False), nn.Linear(2, WORDS, bias=False)

@@ -19,8 +19,6 @@ _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing 
 
 
 class Slices(nn.Module):
-    """Views of inputs, parameters and buffers, whose lengths follow from the input's."""
-
     def __init__(self):
         super().__init__()
         self.embed, self.positions = nn.Embedding(20, 8), nn.Parameter(torch.zeros(64, 8))

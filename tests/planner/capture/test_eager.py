@@ -201,8 +201,6 @@ def make_model(head, linear=None):
 
 
 def queue():
-    """Keeps the last results, as contrastive methods do."""
-
     def forward(self, x):
         y = self.linear(x)
         with torch.no_grad():

@@ -15,8 +15,6 @@ bnb = pytest.importorskip("bitsandbytes")
 
 
 class Adapted(nn.Module):
-    """A frozen 4-bit layer with an adapter."""
-
     def __init__(self, inputs, outputs, **options):
         super().__init__()
         self.base = bnb.nn.Linear4bit(inputs, outputs, bias=False, **options)

@@ -55,9 +55,7 @@ CASES = {
     "batch norm backward": lambda d, p: batch_norm_backward(d, p, [True, True, True]),
     "batch norm backward, no gradient of the input": lambda d, p: batch_norm_backward(d, p, [False, True, True]),
     "fold": lambda d, p: [aten.col2im(torch.ones(2, 36, 9, dtype=d), (5, 5), (3, 3), (1, 1), (0, 0), (1, 1))],
-    "fold of fewer columns": lambda d, p: [
-        aten.col2im(torch.ones(4, 1, dtype=d), (5, 5), (2, 2), (1, 1), (0, 0), (5, 5))
-    ],
+    "few columns": lambda d, p: [aten.col2im(torch.ones(4, 1, dtype=d), (5, 5), (2, 2), (1, 1), (0, 0), (5, 5))],
     "copy of a slice": lambda d, p: [aten.copy.default(torch.ones(12)[1:], torch.ones(11))],
 }
 
@@ -321,9 +319,7 @@ OF_IMAGES = {
     "bilinear": lambda x: aten.upsample_bilinear2d(x, [6, 6], False),
     "nearest_backward": lambda x: aten.upsample_nearest2d_backward(x, x.shape[2:], (*x.shape[:2], 1, 1)),
     "batch_norm": lambda x: aten._native_batch_norm_legit_no_training(x, *_ones(x, 4), 0.1, 1e-5),
-    "batch_norm_backward": lambda x: aten.native_batch_norm_backward(
-        x, x, *_ones(x, 3), None, None, False, 1e-5, [True] * 3
-    ),
+    "batch_norm_bw": lambda x: aten.native_batch_norm_backward(x, x, *_ones(x, 3), None, None, False, 1e-5, [True] * 3),
     "group_norm": lambda x: aten.native_group_norm(x, *_ones(x, 2), *_groups(x), 1e-5),
     "group_norm_backward": lambda x: aten.native_group_norm_backward(
         x, x, torch.rand(len(x), 1), torch.rand(len(x), 1), *_ones(x, 1), *_groups(x), [True] * 3
@@ -421,13 +417,10 @@ class LanguageModel(nn.Module):
 
 
 def _mean(state):
-    """Of the last states, so that they need a gradient too."""
     return sum(part.square().mean() for part in (state if isinstance(state, tuple) else (state,)))
 
 
 def raw(around=contextlib.nullcontext):
-    """A layer whose input needs no gradient; under autocast if `around` says so."""
-
     def forward(self, x):
         with self.around():
             return self.layers(x)[0].float().square().mean()

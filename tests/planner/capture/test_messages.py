@@ -360,7 +360,6 @@ class Drops(nn.Linear):
 
 
 def keywords():
-    """A model that takes whatever it is given."""
     return model_of(lambda self, x, plans=None, **kwargs: self.inner(x).tanh().sin(), inner=nn.Linear(8, 8))
 
 

@@ -90,9 +90,7 @@ CHANGES = {
     "item of a set": lambda model: model.chosen.add(2),
     "item of a deque": lambda model: model.recent.append(2),
     "module in a list": lambda model: model.unregistered.__setitem__(0, nn.Sigmoid()),
-    "forward of an instance": lambda model: setattr(
-        model.first, "forward", MethodType(lambda _, x: 2 * x, model.first)
-    ),
+    "own forward": lambda model: setattr(model.first, "forward", MethodType(lambda _, x: 2 * x, model.first)),
     "class of an instance": _set("__class__", OtherHolder),
     "type of a submodule": _set("between", nn.Sigmoid()),
     "shared submodule": lambda model: setattr(model, "again", model.second),

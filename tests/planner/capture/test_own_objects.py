@@ -121,9 +121,7 @@ EQUAL = {
     "in a set": lambda self, x: 2.0 if self.a.weight in {*self.parameters()} else 1.0,
     "attribute": lambda self, x: self.a.weight.scale,
     "is_leaf": lambda self, x: 2.0 if self.a.weight.is_leaf and x.grad_fn is None else 1.0,
-    "itself": lambda self, x: (
-        2.0 if x.contiguous() is x and torch.atleast_1d(x, self.a.bias)[1] is self.a.bias else 1.0
-    ),
+    "itself": lambda self, x: 1.0 + (x.contiguous() is x and torch.atleast_1d(x, self.a.bias)[1] is self.a.bias),
     "custom function": lambda self, x: Scaled.apply(x, self.a.weight).mean(),
     "in a list": lambda self, x: Holds.apply(self.a(x) @ self.a.weight, [self.a.weight]).mean(),
     "scripted": lambda self, x: scripted(x, [self.a.weight]).mean(),

@@ -37,7 +37,6 @@ def step(model, *args, **kwargs):
 
 
 def check(graph):
-    """What holds for every graph."""
     assert [node.id for node in graph.nodes] == list(range(len(graph.nodes)))
     assert [node.phase for node in graph.nodes] == sorted((node.phase for node in graph.nodes), reverse=True)
     assert all(node.phase == "backward" for node in graph.nodes[graph.boundary :])

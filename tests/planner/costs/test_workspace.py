@@ -142,8 +142,6 @@ def test_arguments_are_made_so_that_operations_run():
 
 
 class Images(nn.Module):
-    """Puts features of images in the places of their tokens, as vision-language models do."""
-
     def __init__(self):
         super().__init__()
         self.words, self.image, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
@@ -213,7 +211,6 @@ HOARD: list[torch.Tensor] = []
 
 @torch.library.custom_op("workspace_test::unlike", mutates_args=())
 def unlike(x: torch.Tensor, how: str) -> torch.Tensor:
-    """Its fake says: a tensor like x."""
     if how == "wide":
         return x.double()
     if how == "part of more":
@@ -308,8 +305,6 @@ def test_a_workspace_that_depends_on_values_is_named():
 
 
 class Mixed(nn.Module):
-    """Operations with and without workspace on the CPU."""
-
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind

@@ -137,7 +137,6 @@ MODELS = {
 
 
 def built(name: str):
-    """The model and its batch, the same every time."""
     torch.manual_seed(0)
     random.seed(0)
     return MODELS[name]()

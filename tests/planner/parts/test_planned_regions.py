@@ -227,8 +227,6 @@ def test_smaller_batches_use_the_plan_of_the_largest():
 
 
 class Grows(Adds):
-    """Repeats its input as often as the largest element says."""
-
     def forward(self, x):
         return super().forward(x.repeat(int(x.max()), 1))
 
@@ -346,8 +344,6 @@ def test_a_loss_held_by_the_loop_is_allowed():
 
 
 class Holds(Adds):
-    """Returns its features beside the loss."""
-
     def forward(self, x):
         features = self.first(x)
         return super().forward(x), features.repeat(1, 64)
@@ -368,8 +364,6 @@ def test_outputs_held_by_the_loop_count():
 
 
 class Remembers(nn.Sequential):
-    """A layer that adds what it computed in the step before."""
-
     memory = None
 
     def forward(self, input):
@@ -423,8 +417,6 @@ def test_a_returned_argument_belongs_to_the_block_that_computed_it():
 
 
 class SkipsBlocks(nn.Module):
-    """SkipsBlocks some of its blocks, as layerdrop does."""
-
     def __init__(self):
         super().__init__()
         blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 16)) for _ in range(6))

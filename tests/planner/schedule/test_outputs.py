@@ -19,8 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Classifier(nn.Module):
-    """Returns the loss, the logits, the predictions and the features."""
-
     def __init__(self):
         super().__init__()
         self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 40)

@@ -125,8 +125,6 @@ aten = torch.ops.aten
 
 
 class Counted:
-    """An operation that counts how often it runs."""
-
     def __init__(self, operation):
         self.operation, self.count = operation, 0
 

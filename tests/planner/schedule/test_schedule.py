@@ -45,8 +45,6 @@ def test_writing_operations_are_not_recomputed():
 
 
 class Net(torch.nn.Module):
-    """Views, several results of one operation, batch norm, and random numbers."""
-
     def __init__(self):
         super().__init__()
         self.first, self.norm, self.last = torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 8)

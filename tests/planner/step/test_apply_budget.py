@@ -16,8 +16,6 @@ from ackpt.checkpointing.reachable import IN_PLACE
 
 
 class Net(nn.Module):
-    """Layers and a loss, with a method and an attribute of its own."""
-
     def __init__(self, width: int = 16):
         super().__init__()
         self.width = width

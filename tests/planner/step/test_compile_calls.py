@@ -282,7 +282,6 @@ def test_counting_flops_causes_no_capture():
 
 
 def scaled():
-    """Scales by a tensor that is neither a parameter nor a buffer."""
     return model_of(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(4, 4), scale=torch.full((4,), 2.0))
 
 

@@ -16,8 +16,6 @@ import ackpt
 
 
 class Net(nn.Module):
-    """Blocks with a batch norm and a dropout, and a layer that nothing calls."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(
@@ -90,8 +88,6 @@ def buckets():
 
 
 class WithLoss(Net):
-    """Returns a hidden value beside its loss."""
-
     def forward(self, x):
         hidden = self.blocks(x)
         return {"loss": hidden.sin().sum(), "hidden": hidden}

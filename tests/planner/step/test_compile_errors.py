@@ -22,8 +22,6 @@ from ackpt.graph import TraceError
 
 
 class Net(nn.Module):
-    """Two layers; `after` is applied to the output."""
-
     def __init__(self, after=None):
         super().__init__()
         self.a, self.norm, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
@@ -401,7 +399,6 @@ class Interrupt:
 
 
 def state(model):
-    """What must be the same before and after."""
     tensors = [*model.parameters(), *model.buffers()]
     return [
         [(id(tensor), tensor._version, tensor.grad, tensor.detach().clone().numpy().tobytes()) for tensor in tensors],
@@ -418,7 +415,6 @@ def state(model):
 
 @pytest.fixture(scope="module")
 def plan():
-    """The plan of a call that nothing interrupts."""
     plan = ackpt.compile(Words(2), ids(4, 12), budget=0.7).plan
     assert plan.cost > 0
     return plan

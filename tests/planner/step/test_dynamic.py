@@ -50,8 +50,6 @@ class Blocks(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions, a batch norm and pooling."""
-
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
@@ -65,8 +63,6 @@ class Images(nn.Module):
 
 
 class Two(nn.Module):
-    """An encoder and a decoder that attends to it, of two lengths."""
-
     def __init__(self):
         super().__init__()
         self.embed, self.dropout = nn.Embedding(50, WIDTH), nn.Dropout(0.1)

@@ -17,8 +17,6 @@ CAPTURES = "capture", "dynamic capture"
 
 
 class UNet(nn.Module):
-    """Two scales that are joined at the size of the larger one."""
-
     def __init__(self, mode="nearest"):
         super().__init__()
         self.mode = mode
@@ -43,8 +41,6 @@ def recurrent():
 
 
 def pooled():
-    """Convolutions over time, with pooling between them."""
-
     def forward(self, x):
         hidden = F.max_pool1d(self.first(F.max_pool1d(x, 3, stride=1)).relu(), 2, padding=1)
         values, _ = F.max_pool1d(hidden, 2, dilation=2, return_indices=True)
@@ -70,8 +66,6 @@ class Experts(nn.Module):
 
 
 def make_pieces():
-    """Attention within each of several sequences, whose lengths are a list of integers."""
-
     def forward(self, x, lengths):
         pieces = [self.layer(piece, piece, piece, need_weights=False)[0] for piece in x.split(lengths)]
         return torch.cat(pieces).square().mean()
@@ -80,7 +74,6 @@ def make_pieces():
 
 
 def scaled():
-    """A loss divided by a number that the caller gives."""
     return model_of(
         lambda self, x, count: self.layers(x).square().sum() / count,
         layers=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)),
@@ -88,7 +81,6 @@ def scaled():
 
 
 def make_table():
-    """Reads a tensor that always has the same size."""
     return model_of(
         lambda self, x, table: (self.layers(x) @ table).square().mean(),
         layers=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),

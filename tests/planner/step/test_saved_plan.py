@@ -104,8 +104,6 @@ def test_another_model_and_other_arguments_are_refused(tmp_path):
 
 
 def long_and_short():
-    """Another path for long inputs."""
-
     def forward(self, x):
         x = self.body(x).tanh()
         return self.head(x).tanh().sum() if x.shape[0] > 16 else x.sum()
@@ -114,8 +112,6 @@ def long_and_short():
 
 
 class OneSize(nn.Linear):
-    """Code that makes a number of the batch size."""
-
     def forward(self, x):
         return super().forward(x).tanh().sum() * int(x.shape[0])
 
