@@ -5,6 +5,7 @@ import random
 import torch
 import torch.nn.functional as F
 from conftest import measured_step, model_of, seed
+from planned_models import Mean
 from torch import nn
 
 
@@ -106,11 +107,6 @@ def sparse_embedding():
         embed=nn.Embedding(50, 16, sparse=True),
         body=nn.Sequential(feed_forward(), feed_forward()),
     ), {"ids": torch.randint(50, (8, 24))}
-
-
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.square().mean()
 
 
 def scripted():

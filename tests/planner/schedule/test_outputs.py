@@ -216,20 +216,6 @@ def test_other_outputs_of_inputs_that_share_memory(name):
     assert all(map(torch.equal, *results))
 
 
-class Two(nn.Module):
-    """Two heads on one trunk; a third output is a view of the first, and one parameter is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.unused = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x):
-        h = self.trunk(x).sin()
-        left = self.left(h).cos()
-        return left, self.right(x).tanh(), h.detach().sum(), left * 2
-
-
 STEPS = {
     "ackpt.compile": lambda model, x: ackpt.compile(model, x, differentiate="all"),
     "dynamo": lambda model, x: torch.compile(model, backend="ackpt", options={"differentiate": "all"}),
@@ -240,7 +226,13 @@ REACHED = [c for size in (1, 2, 3) for c in itertools.combinations(DIFFERENTIABL
 
 @pytest.mark.parametrize("name", STEPS)
 def test_parameters_that_backward_does_not_reach_have_no_gradient(name):
-    model, x = Two(), torch.randn(2, 4)
+    def forward(self, x):
+        h = self.trunk(x).sin()
+        left = self.left(h).cos()
+        return left, self.right(x).tanh(), h.detach().sum(), left * 2
+
+    layers = {name: nn.Linear(4, 4) for name in ("trunk", "left", "right")}
+    model, x = model_of(forward, **layers, unused=nn.Parameter(torch.zeros(2))), torch.randn(2, 4)
     torch._dynamo.reset()
     step = STEPS[name](model, x)
     for reached in REACHED:

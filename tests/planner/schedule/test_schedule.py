@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import raises
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -44,22 +44,16 @@ def test_writing_operations_are_not_recomputed():
     raises(ScheduleError, "cannot be recomputed: it changes its argument", lambda: scheduled(graph, None, [copy]))
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 8)
-        self.dropout = torch.nn.Dropout(0.5)
-
+@pytest.fixture(scope="module")
+def drawn_graph():
     def forward(self, x):
         for _ in range(3):
             a, b, c = self.norm(self.first(x)).tanh().chunk(3, 1)
             x = self.last(self.dropout(torch.cat([a * b, b.exp(), c.max(0).values + a], 1))) + x
         return x.square().mean()
 
-
-@pytest.fixture(scope="module")
-def drawn_graph():
-    return ackpt.trace(Net(), torch.randn(16, 8))
+    layers = {"first": nn.Linear(8, 24), "norm": nn.BatchNorm1d(24), "last": nn.Linear(24, 8)}
+    return ackpt.trace(model_of(forward, **layers, dropout=nn.Dropout(0.5)), torch.randn(16, 8))
 
 
 def one_by_one(drawn_graph, order):

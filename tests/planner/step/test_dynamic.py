@@ -62,18 +62,6 @@ class Images(nn.Module):
         return self.head(self.body(images).flatten(1)).square().mean()
 
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.dropout = nn.Embedding(50, WIDTH), nn.Dropout(0.1)
-        self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, source, target):
-        source, target = self.encoder(self.embed(source)).tanh(), self.decoder(self.embed(target)).tanh()
-        weights = self.dropout((target @ source.transpose(1, 2)).softmax(-1))
-        return (target + weights @ source).square().mean()
-
-
 def test_one_capture_serves_all_lengths_and_batches():
     model = Blocks(attention_dropout=0.1)
     step = ackpt.compile(model, ids(8, 20), budget=0.6)
@@ -106,7 +94,13 @@ def test_a_mask_shares_the_dimension_of_the_ids():
 
 
 def test_two_lengths_of_an_encoder_and_a_decoder():
-    model = Two()
+    def forward(self, source, target):
+        source, target = self.encoder(self.embed(source)).tanh(), self.decoder(self.embed(target)).tanh()
+        weights = self.dropout((target @ source.transpose(1, 2)).softmax(-1))
+        return (target + weights @ source).square().mean()
+
+    layers = {"embed": nn.Embedding(50, WIDTH), "encoder": nn.Linear(WIDTH, WIDTH), "decoder": nn.Linear(WIDTH, WIDTH)}
+    model = model_of(forward, **layers, dropout=nn.Dropout(0.1))
     step = ackpt.compile(model, ids(4, 10), ids(4, 12), budget=0.8)
     for source, target in ((14, 18), (20, 9), (11, 30), (16, 16)):
         check(step, model, ids(4, source), ids(4, target))
