@@ -172,9 +172,8 @@ class Program:
                         self.backward(loss, retain_graph=True)
                     self.backward(loss)
         self.fails_in = -1
-        torch.zeros(
-            (), requires_grad=True
-        ).backward()  # torch keeps nodes of a broken backward in its queue until the next
+        # Torch keeps nodes of a broken backward in its queue until the next.
+        torch.zeros((), requires_grad=True).backward()
         made = [loss.item() for loss in losses]
         self.ready.clear()
         return [*made, None if self.weight.grad is None else self.weight.grad.item()]

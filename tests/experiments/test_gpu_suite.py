@@ -68,9 +68,8 @@ def test_records_are_written_at_once_with_their_prediction_and_a_second_run_skip
     names = ["one-00-baseline.json", "one-01-auto-0.5.json"]
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == names
     baseline, planned = load_records(tmp_path)
-    assert baseline.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99} and planned.metrics == {
-        "peak_bytes": 100
-    }
+    assert baseline.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99}
+    assert planned.metrics == {"peak_bytes": 100}
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in names}
     again = run_suite([job(run=None)], tmp_path)
     assert (again.ran, again.skipped) == ([], ["one"])

@@ -23,10 +23,14 @@ WEIGHT, BIAS, HIDDEN = D * D * FP32, D * FP32, N * D * FP32
 
 
 @pytest.fixture
-def mlp():
+def model():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(D, D), torch.nn.GELU())))
-    return model, torch.randn(N, D)
+    return torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(D, D), torch.nn.GELU())))
+
+
+@pytest.fixture
+def x(model):
+    return torch.randn(N, D)
 
 
 def consistent(measured: Measurement) -> bool:
@@ -39,9 +43,8 @@ def consistent(measured: Measurement) -> bool:
     )
 
 
-def test_hand_counted_step(mlp):
+def test_hand_counted_step(model, x):
     """Linear + GELU: in the backward of layer i, the activations of earlier layers and its own tensors are live."""
-    model, x = mlp
 
     def step():
         model(x).sum().backward()
@@ -59,8 +62,7 @@ def test_hand_counted_step(mlp):
     assert measured.device == "cpu" and measured.allocator == {} and measured.seconds is None
 
 
-def test_repeats_to_the_byte(mlp):
-    model, x = mlp
+def test_repeats_to_the_byte(model, x):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -98,8 +100,7 @@ def test_a_leaf_with_an_undefined_gradient_is_allowed():
     assert measured.categories["gradients"] == 8 * FP32 and consistent(measured)
 
 
-def test_agrees_with_the_allocators_own_counter(mlp):
-    model, x = mlp
+def test_agrees_with_the_allocators_own_counter(model, x):
     seen = []
     actions = meter_cpu._actions
 
@@ -122,8 +123,7 @@ def test_agrees_with_the_allocators_own_counter(mlp):
     assert len(seen) > 50 and all(seen)
 
 
-def test_gradients_that_remain_count_as_gradients(mlp):
-    model, x = mlp
+def test_gradients_that_remain_count_as_gradients(model, x):
     measured = measure(lambda: model(x).sum().backward(), resident=[[model, [x]]], repeats=0)
     gradients = 4 * (WEIGHT + BIAS)
     assert measured.timeline.live[0] == measured.timeline.live[-1] == gradients  # accumulated in place
@@ -133,9 +133,7 @@ def test_gradients_that_remain_count_as_gradients(mlp):
     assert fresh.timeline.live[0] == 0 and fresh.timeline.at(-1)["gradients"] == fresh.timeline.live[-1] == gradients
 
 
-def test_gradients_dropped_in_the_step_are_recognised(mlp):
-    model, x = mlp
-
+def test_gradients_dropped_in_the_step_are_recognised(model, x):
     def step():
         model(x).sum().backward()
         model.zero_grad(set_to_none=True)
@@ -144,8 +142,7 @@ def test_gradients_dropped_in_the_step_are_recognised(mlp):
     assert max(measured.timeline.categories["gradients"]) == 4 * (WEIGHT + BIAS)
 
 
-def test_new_optimizer_state_is_optimizer(mlp):
-    model, x = mlp
+def test_new_optimizer_state_is_optimizer(model, x):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -190,9 +187,7 @@ def test_sparse_gradients():
     assert measured.timeline.at(-1)["gradients"] > 0 and consistent(measured)
 
 
-def test_a_failing_step_leaves_nothing_behind(mlp):
-    model, x = mlp
-
+def test_a_failing_step_leaves_nothing_behind(model, x):
     def step():
         model(x).sum().backward()
         raise KeyError("from the step")
@@ -203,8 +198,7 @@ def test_a_failing_step_leaves_nothing_behind(mlp):
     assert measure(lambda: model(x), resident=(model, x), repeats=0).dynamic_peak_bytes > 0
 
 
-def test_seconds_and_flops_are_measured(mlp):
-    model, x = mlp
+def test_seconds_and_flops_are_measured(model, x):
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=3)
     seconds = measured.seconds
     assert len(seconds.samples) == 3 and seconds.low <= seconds.median <= seconds.high
@@ -214,8 +208,7 @@ def test_seconds_and_flops_are_measured(mlp):
     assert [name for name in data if "second" in name] == ["seconds"]
 
 
-def test_a_measurement_is_printed_without_its_timeline(mlp):
-    model, x = mlp
+def test_a_measurement_is_printed_without_its_timeline(model, x):
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=1)
     sizes = memory_format(measured.peak_bytes), memory_format(measured.resident_bytes)
     said = re.fullmatch(r"<Measurement on cpu: peak (.+), (.+) of it resident, \S+ ms, \S+ GFLOP>", repr(measured))

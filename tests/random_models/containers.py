@@ -39,8 +39,6 @@ class NamedBranches(Part, inner=(2, 3)):
 
 
 class Chain(nn.Sequential):
-    """A Sequential whose forward has a mind of its own."""
-
     def forward(self, input, skip=None, scale: float = 1.0):  # pyright: ignore[reportIncompatibleMethodOverride]
         x = input
         for module in self:
@@ -49,8 +47,6 @@ class Chain(nn.Sequential):
 
 
 class SequentialSubclass(Part, inner=(1, 3)):
-    """A subclass of Sequential called with keywords and an optional tensor."""
-
     def setup(self, draw, inner):
         self.chain = Chain(*inner)
         self.skips = draw.random() < 0.5
@@ -93,8 +89,6 @@ class SharedWeights(Part):
 
 @dataclasses.dataclass
 class Outputs:
-    """What a library's block returns."""
-
     hidden: torch.Tensor
     extra: torch.Tensor | None = None
 

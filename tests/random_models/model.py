@@ -86,11 +86,8 @@ class Spec:
     def __str__(self) -> str:
         blocks = "; ".join(", ".join(map(str, block)) for block in self.blocks)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        options = [
-            f"{name}={value}"
-            for name, value in vars(self).items()
-            if defaults[name] not in (value, dataclasses.MISSING)
-        ]
+        changed = (name for name, value in vars(self).items() if defaults[name] not in (value, dataclasses.MISSING))
+        options = [f"{name}={getattr(self, name)}" for name in changed]
         return f"{self.kind} [{blocks}]{' ' if options else ''}{' '.join(options)}"
 
 
@@ -151,8 +148,6 @@ def build(spec: Spec) -> Model:
 
 
 class Block(nn.Module):
-    """Parts one after the other."""
-
     def __init__(self, parts):
         super().__init__()
         self.parts = nn.ModuleList(parts)
@@ -165,8 +160,6 @@ class Block(nn.Module):
 
 @dataclasses.dataclass
 class Result:
-    """What a library's model returns."""
-
     loss: torch.Tensor
     logits: torch.Tensor
     note: str = "result"
@@ -189,13 +182,11 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(map(_make, block)) for block in spec.blocks])
 
     def call(self, start: int, end: int, x):
-        """Blocks `start` to `end` on `x`."""
         for block in self.blocks[start:end]:  # pyright: ignore[reportGeneralTypeIssues]
             x = block(x)
         return x
 
     def chain(self, x):
-        """All blocks on `x`."""
         return self.call(0, len(self.blocks), x)
 
     def forward(self, x, target=None, weight=None):

@@ -28,16 +28,8 @@ class BatchNormOwnForward(nn.BatchNorm2d):
         if self.training:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-        x = F.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.momentum or 0.0,
-            self.eps,
-        )
+        statistics, weights = (self.running_mean, self.running_var), (self.weight, self.bias)
+        x = F.batch_norm(x, *statistics, *weights, self.training, self.momentum or 0.0, self.eps)
         return F.relu(x, inplace=self.in_place)
 
 
@@ -138,24 +130,19 @@ class _Reader(nn.Module):
 
 
 class FrozenBatchNorm(Part, kind="image"):
-    """torchvision's frozen batch norm: only buffers."""
-
     def setup(self, draw, inner):
         for name in ("weight", "bias", "mean", "variance"):
             self.register_buffer(name, torch.rand(WIDTH) + 0.5)
 
     def forward(self, x):
-        weight, bias, mean, variance = (
-            buffer.reshape(1, -1, 1, 1) for buffer in (self.weight, self.bias, self.mean, self.variance)
-        )
+        buffers = self.weight, self.bias, self.mean, self.variance
+        weight, bias, mean, variance = (buffer.reshape(1, -1, 1, 1) for buffer in buffers)
         scale = weight * (variance + 1e-5).rsqrt()
         return x * scale + (bias - mean * scale)
 
 
 @part("image")
 class LayerNorm2d(nn.LayerNorm):
-    """ConvNeXt's layer norm over channels."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH)
 

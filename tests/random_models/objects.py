@@ -208,8 +208,6 @@ class ReadsElsewhere(Part):
 
 
 class DropsLayers(Part, inner=(1, 2), planned=False):
-    """Skips its parts by random numbers of Python or torch, as LayerDrop does."""
-
     def setup(self, draw, inner):
         self.layers, self.how = nn.ModuleList(inner), draw.choice(["python", "torch"])
 

@@ -21,8 +21,6 @@ def _window(length: int) -> torch.Tensor:
 
 
 class _Registry:
-    """A class that libraries use as a namespace."""
-
     tables: dict[int, torch.Tensor] = {}
     weights = torch.ones(WIDTH)
 
@@ -170,8 +168,6 @@ class OwnOperations(Part):
 
 
 class Side(enum.Enum):
-    """Which of two buffers a part reads."""
-
     left = "left"
     right = "right"
 
@@ -279,8 +275,6 @@ class Observer(Part):
 
 
 class _Box:
-    """An object argument that layers write into, as a graph library's data."""
-
     def __init__(self, x):
         self.x = x
 

@@ -89,8 +89,6 @@ class ReadsClosure(Part):
 
 @dataclasses.dataclass(eq=False)
 class Settings:
-    """What a model library calls a configuration."""
-
     scale: float = 1.0
     residual: bool = True
     temperature = 1.0

@@ -236,10 +236,10 @@ def test_a_hook_that_reads_values_is_refused_or_planned_in_parts():
 
 
 def test_model_arguments_called_policy_and_budget_reach_the_model():
-    model = model_of(
-        lambda self, x, policy=1.0, budget=2.0: (self.layer(x) * policy + budget).sum(), layer=nn.Linear(4, 4)
-    )
-    x = torch.ones(2, 4)
+    def forward(self, x, policy=1.0, budget=2.0):
+        return (self.layer(x) * policy + budget).sum()
+
+    model, x = model_of(forward, layer=nn.Linear(4, 4)), torch.ones(2, 4)
     expected = model(x, policy=3.0, budget=5.0)
     with pytest.raises(TypeError, match="policy= is a keyword of ackpt.compile, and got 3.0.*apply_budget"):
         ackpt.compile(model, x, policy=3.0)

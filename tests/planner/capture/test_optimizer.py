@@ -134,16 +134,11 @@ def test_on_a_gpu_sizes_are_rounded_to_blocks(kind, options, state, step):
     assert found == (512 * state, 512 * step)
 
 
-def test_objects_that_are_no_optimizer_are_refused():
+def test_an_optimizer_of_another_model_and_objects_that_are_none_are_refused():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     for call in (ackpt.trace, ackpt.compile):
         with pytest.raises(TypeError, match="must be a torch.optim.Optimizer or a name such as .adamw., got list"):
             call(model, x, optimizer=parameters())
-
-
-def test_an_optimizer_of_another_model_is_refused():
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    for call in (ackpt.trace, ackpt.compile):
         with pytest.raises(ValueError, match="this SGD has none of the model's parameters"):
             call(model, x, optimizer=torch.optim.SGD(parameters()))
         call(model, x, optimizer=torch.optim.SGD([model.bias, *parameters()]))  # a head of its own, say

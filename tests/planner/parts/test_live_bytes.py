@@ -75,9 +75,8 @@ class Steps:
             assert_equal(left_by(self.model, self.warns, *args), own, "step")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exceeds = (
-                measured_step(self.model, self.warns, *args, warmup=0).dynamic_peak_bytes > self.step.plan.limit_bytes
-            )
+            measured = measured_step(self.model, self.warns, *args, warmup=0)
+        exceeds = measured.dynamic_peak_bytes > self.step.plan.limit_bytes
         assert exceeds == bool(said) and len(said) <= 1
         if exceeds:
             with pytest.raises(ackpt.BudgetError, match="this step allocates .*on_exceed='warn'"):

@@ -78,9 +78,8 @@ def test_frees_are_those_found_one_by_one(drawn_graph, seed):
     readers = analysis.needed_backward
     order = unpacked_at_once(drawn_graph, recompute_late(analysis, readers, live_before_backward(analysis, saved)))
     freed = frees(drawn_graph, order, BACKWARD)
-    assert (list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())) == one_by_one(
-        drawn_graph, order
-    )
+    found = list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())
+    assert found == one_by_one(drawn_graph, order)
 
 
 @pytest.mark.parametrize("seed", range(10))

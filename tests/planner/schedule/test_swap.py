@@ -40,9 +40,8 @@ def timed(graph, copy_seconds: float):
     seconds = tuple(
         1.0 if graph.analysis.allocated.get(n.id) and n.id not in graph.analysis.sources else 0.0 for n in graph.nodes
     )
-    return dataclasses.replace(
-        profile(graph), seconds=seconds, swap_seconds=(float(copy_seconds),) * len(graph.storages)
-    )
+    copies = (float(copy_seconds),) * len(graph.storages)
+    return dataclasses.replace(profile(graph), seconds=seconds, swap_seconds=copies)
 
 
 def moved(graph, storages, copy_seconds, limit=ANY):
@@ -131,9 +130,8 @@ def test_bytes_do_not_depend_on_times(graph, tanhs):
 
 def deep(width=16, layers=6, batch=256):
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
-    ), torch.randn(batch, width)
+    parts = (layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
+    return nn.Sequential(*parts), torch.randn(batch, width)
 
 
 def test_the_limit_decides_between_bytes_and_seconds():

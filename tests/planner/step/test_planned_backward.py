@@ -280,9 +280,8 @@ def test_ddp_with_a_static_graph_is_bit_equal(tmp_path):
             found += [parameter.grad.clone() for parameter in model.parameters()]
         return found
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         expected = gradients(lambda model, x: model)
         found = gradients(lambda model, x: ackpt.apply_budget(model, x, budget="1MiB", accumulation=True))
