@@ -8,7 +8,7 @@ from conftest import model_of, raises
 from torch import nn
 
 import ackpt
-from ackpt.graph import Profile, Schedule, ScheduleError, lower, simulate
+from ackpt.graph import Profile, ScheduleError, lower, simulate
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, rng_state_bytes
 
@@ -126,10 +126,6 @@ def test_the_optimizer_step_comes_last():
 # What it refuses
 
 
-def changed(schedule: Schedule, **changes) -> Schedule:
-    return dataclasses.replace(schedule, **changes)
-
-
 def test_schedules_and_profiles_of_another_graph_are_refused():
     graph, other = exp_and_sin(), traced(torch.sin)
     with pytest.raises(ScheduleError, match="this schedule was made for another graph.*Make a new one"):
@@ -169,4 +165,5 @@ def test_a_schedule_that_cannot_run_is_refused(name):
     change, message = CANNOT_RUN[name]
     graph = exp_and_sin()
     schedule = everything(graph)
-    raises(ScheduleError, message, lambda: simulate(graph, costs(graph), changed(schedule, **change(graph, schedule))))
+    wrong = dataclasses.replace(schedule, **change(graph, schedule))
+    raises(ScheduleError, message, lambda: simulate(graph, costs(graph), wrong))

@@ -209,10 +209,7 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
         (changed("forward", wait, []), f"storage {first} is freed before the wait for its offload"),
         (changed("forward", out, [out, out]), f"storage {first} is offloaded twice"),
         (changed("forward", free, []), f"storage {first} is prefetched while it is still live"),
-        (
-            changed("forward", free, [free, back]),
-            f"copies of storages \\[{first}\\] are in progress at the end of the fo",
-        ),
+        (changed("forward", free, [free, back]), f"copies of storages \\[{first}\\] are in progress at the end of"),
         (changed("forward", free, [free, Step(PREFETCH, tanhs[1])]), "is prefetched, but it was never offloaded"),
         (changed("forward", out, [out, Step(OFFLOAD, weight)]), f"storage {weight} belongs to the caller"),
         (changed("forward", free, [free, Step(OFFLOAD, freed)]), f"storage {freed} is offloaded, but it is not live"),
