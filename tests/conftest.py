@@ -288,7 +288,10 @@ def raises(error, match: str, call: Callable[[], object]) -> pytest.ExceptionInf
     """The error that the call raises, which has this text."""
     with pytest.raises(error, match=match) as raised:
         call()
-    return raised
+    try:
+        return raised
+    finally:
+        del raised  # this frame, which the error's traceback holds, would keep the error and what failed alive
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from caches import Attends, in_closure, in_default, in_dict, in_function_of, in_list, mask
 from conftest import left_by, model_of, raises
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -16,42 +17,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 import ackpt
 from ackpt.graph import TraceError
 
-
-def mask(length: int) -> torch.Tensor:
-    return torch.full((length, length), -1e4).triu(1)
-
-
-class Attends(nn.Module):
-    """Adds ``mask_of(model, x)`` to its scores."""
-
-    def __init__(self, mask_of):
-        super().__init__()
-        self.mask_of, self.linear = mask_of, nn.Linear(8, 8)
-        self.attribute, self.known = None, {}
-        self.register_buffer("slope", torch.tensor([0.5]))
-
-    def forward(self, x):
-        q = self.linear(x)
-        return ((q @ q.transpose(1, 2) + self.mask_of(self, x)).softmax(-1) @ q).square().mean()
-
-
 GLOBAL: dict = {}
 NAME = None
-
-
-def in_dict(dict_of):
-    def mask_of(model, x):
-        known, length = dict_of(model), x.shape[1]
-        if length not in known:
-            known[length] = mask(length)
-        return known[length]
-
-    return mask_of
-
-
-def in_function_of(maxsize):
-    cached = functools.lru_cache(maxsize=maxsize)(mask)
-    return lambda model, x: cached(x.shape[1])
 
 
 def in_tuple(model, x):
@@ -88,35 +55,6 @@ def in_class(model, x):
     return Attends.of_class[: x.shape[1], : x.shape[1]]
 
 
-def in_closure():
-    table = None
-
-    def mask_of(model, x):
-        nonlocal table
-        if table is None or table.shape[0] < x.shape[1]:
-            table = mask(x.shape[1])
-        return table[: x.shape[1], : x.shape[1]]
-
-    return mask_of
-
-
-def in_list():
-    tables: list = []
-
-    def mask_of(model, x):
-        for table in tables:
-            if table.shape[0] == x.shape[1]:
-                return table
-        tables.append(mask(x.shape[1]))
-        return tables[-1]
-
-    return mask_of
-
-
-def in_default(model, x, known={}):  # noqa: B006
-    return in_dict(lambda model: known)(model, x)
-
-
 def weakly():
     known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
     return in_dict(lambda model: known.setdefault(model.linear, {}))
@@ -141,7 +79,7 @@ CACHES = {
     "new attribute": lambda: in_new_attribute,
     "class": lambda: in_class,
     "closure": in_closure,
-    "list": in_list,
+    "list": lambda: in_list([]),
     "default argument": lambda: in_default,
     "weak dict": weakly,
     "dict of a context variable": in_context_dict,
