@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
 import experiments  # noqa: F401  its models are among those that the planner knows by name
@@ -234,6 +235,13 @@ def model_of(forward: Callable, /, **parts) -> nn.Module:
     for name, part in parts.items():
         setattr(model, name, part)
     return model
+
+
+class SomeMode(TorchDispatchMode):
+    """Runs what it is given."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def with_layer(layer: nn.Module) -> nn.Module:

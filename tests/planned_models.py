@@ -19,15 +19,15 @@ WORDS, LENGTH = 20, 24
 BUDGETS = (0.95, 0.8, 0.6, 0.4, 0.2)
 
 
-def language_model():
-    config = TransformerConfig(dim=16, ff_dim=32, layers=2, head_dim=8, vocab_size=WORDS)
-    tokens, offsets = torch.randint(WORDS, (4 * LENGTH,)), LENGTH * torch.arange(5, dtype=torch.int32)
-    return LanguageModel(config), (tokens, offsets, LENGTH, tokens.roll(-1))
+def language_model(words=WORDS, length=LENGTH, **sizes):
+    config = TransformerConfig(**{"dim": 16, "ff_dim": 32, "layers": 2, "head_dim": 8, **sizes}, vocab_size=words)
+    tokens, offsets = torch.randint(words, (4 * length,)), length * torch.arange(5, dtype=torch.int32)
+    return LanguageModel(config), (tokens, offsets, length, tokens.roll(-1))
 
 
-def resnet18():
-    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=4, num_classes=5))
-    return model, (torch.randn(4, 3, 32, 32), torch.randint(5, (4,)))
+def resnet18(width=4, images=(4, 3, 32, 32)):
+    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=width, num_classes=5))
+    return model, (torch.randn(images), torch.randint(5, images[:1]))
 
 
 class Mean(nn.Module):

@@ -7,10 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import assert_as_eager, assert_equal, left_by, model_of, raises
+from conftest import SomeMode, assert_as_eager, assert_equal, left_by, model_of, raises
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import ackpt
@@ -188,11 +187,6 @@ def test_formulas_are_bit_equal_in_mixed_precision(name):
     _check(MIXED[name], "full", torch.bfloat16)
 
 
-class _Mode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", [*FORMULAS, *MIXED])
 def test_formulas_are_bit_equal_while_measuring(name):
     """A dispatch mode excludes autograd from the operations that run below it."""
@@ -205,9 +199,9 @@ def test_formulas_are_bit_equal_while_measuring(name):
     flops = ackpt.count_flops(lambda: left_by(model, model, x))
     assert ackpt.count_flops(lambda: left_by(model, step, x)) == flops > 0
     assert ackpt.measure(lambda: left_by(model, step, x), resident=(model, x), repeats=0).flops == flops
-    with _Mode():
+    with SomeMode():
         assert_equal(own, left_by(model, step, x), "below a mode")
-        with _Mode():
+        with SomeMode():
             assert_equal(own, left_by(model, step, x), "below two")
 
 
@@ -222,9 +216,9 @@ def test_the_gradient_operation_runs_below_dispatch_modes(dtype):
 
     with torch.no_grad():
         without_grad = run()
-        with _Mode():
+        with SomeMode():
             below_mode = run()
-    with _Mode():
+    with SomeMode():
         with_grad = run()
     for found in (run(), without_grad, below_mode, with_grad):
         assert torch.equal(found, leaf.grad)
