@@ -337,13 +337,21 @@ def _leave_no_trace():
     assert surroundings() == before
 
 
+@contextlib.contextmanager
+def threads(count: int):
+    """Torch computes on this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
-    """Torch computes on one thread in the tests of a module."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture

@@ -5,21 +5,13 @@ import copy
 
 import pytest
 import torch
-from processes import in_processes
+from processes import in_processes, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ackpt
 
 DIM, TOKENS, LAYERS = 64, 320, 4  # one input of a layer is 80 KiB: above the default of min_bytes
-
-
-def shard(made):
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in made:
-        fully_shard(layer)
-    return fully_shard(made)
 
 
 def checkpointed(offload):

@@ -6,7 +6,6 @@ of the earlier regions, except the first region's input, which the caller holds,
 
 import contextlib
 import functools
-import gc
 
 import pytest
 import torch
@@ -21,15 +20,6 @@ from ackpt.offloading.engine import observers
 
 SIDE, TOKENS = 128, 256
 BOUNDARY = TOKENS * SIDE * 4  # bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """Exclude torch's own objects from garbage collection, which every measurement runs."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Chain(nn.Module):

@@ -301,6 +301,11 @@ SETTINGS = {
         lambda value: torch.autograd.set_detect_anomaly(value, check_nan=False),
         lambda: torch.is_anomaly_enabled(),  # noqa: PLW0108 (a capture replaces it)
     ),
+    "torch.get_default_dtype()": (
+        *(torch.float32, torch.float64),
+        torch.set_default_dtype,
+        lambda: torch.full((), 1.0).dtype,
+    ),
     "torch.backends.cudnn.benchmark": (
         *(False, True),
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),

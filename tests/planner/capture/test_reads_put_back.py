@@ -380,18 +380,3 @@ def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
     with pytest.raises(ackpt.TraceError, match=f"changes torch's default {kind} and does not restore it.*regions=True"):
         ackpt.compile(model_of(forward, layer=nn.Linear(4, 4), kind=kind), X, policy="full")
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
-
-
-def test_another_default_dtype_gets_its_own_capture():
-    class Ones(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).sum() * torch.full((), 1 / 3).double().sum()
-
-    model = Ones(4, 4)
-    step = ackpt.compile(model, X, policy="none")
-    assert torch.equal(step(X), model(X))
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert torch.equal(step(X), model(X)) and step.history[-1].cause == "torch.get_default_dtype() changed"
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from conftest import assert_as_eager, measured_step, model_of, raises
+from conftest import assert_as_eager, measured_step, model_of, raises, threads
 from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -302,8 +302,8 @@ def test_a_workspace_that_depends_on_values_is_named():
 @pytest.mark.parametrize(
     "kind", ["attention", "fused", "masked", "convolution", "dtypes", "cumulative", "sums", "expanded gradient"]
 )
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_workspace_is_that_of_running_every_operation(kind, threads):
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_workspace_is_that_of_running_every_operation(kind, count):
     def forward(self, ids):
         x = self.norm(self.embed(ids))
         if self.kind == "attention":
@@ -330,9 +330,7 @@ def test_the_workspace_is_that_of_running_every_operation(kind, threads):
             return self.head(x).logsumexp(-1).std()
         return F.cross_entropy(self.head(x.float()).flatten(0, 1), ids.flatten())
 
-    was = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         layers = {"linear": nn.Linear(32, 32), "conv": nn.Conv1d(32, 32, 3, padding=1), "head": nn.Linear(32, 40)}
         model = model_of(forward, kind=kind, embed=nn.Embedding(40, 32), norm=nn.LayerNorm(32), **layers)
         ids = torch.randint(0, 40, (4, 12))
@@ -341,5 +339,3 @@ def test_the_workspace_is_that_of_running_every_operation(kind, threads):
         for batch, length in ((2, 3), (4, 13), (3, 100), (16, 64), (64, 130), (2, 600)):
             graph = step.graph((batch, length))
             assert step.workspace_bytes((batch, length)) == workspace_bytes(graph), (batch, length)
-    finally:
-        torch.set_num_threads(was)

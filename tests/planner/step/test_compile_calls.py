@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from call_cases import CASES, Two, chain
-from conftest import assert_as_eager, assert_equal, assert_same_step, model_of, raises
+from conftest import assert_as_eager, assert_equal, assert_same_step, model_of, raises, threads
 from random_fates import planned
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -244,18 +244,10 @@ def hook_of_all_modules():
     handle.remove()
 
 
-@contextlib.contextmanager
-def another_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    yield
-    torch.set_num_threads(before)
-
-
 SETTINGS = {
     "torch.backends.cuda.flash_sdp_enabled() changed": lambda: sdpa_kernel(SDPBackend.MATH),
     "a hook of all modules changed": hook_of_all_modules,
-    "torch.get_num_threads() changed": another_thread,
+    "torch.get_num_threads() changed": lambda: threads(torch.get_num_threads() + 1),
 }
 
 
