@@ -237,6 +237,12 @@ def model_of(forward: Callable, /, **parts) -> nn.Module:
     return model
 
 
+def function_of(forward: Callable, backward: Callable):
+    """A function of autograd from ``forward(context, *inputs)`` and ``backward(context, *gradients)``."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), methods)
+
+
 class SomeMode(TorchDispatchMode):
     """Runs what it is given."""
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import Case, assert_same_step, batch, bit_equal, plain_call, seed, total
+from conftest import Case, assert_same_step, batch, bit_equal, function_of, plain_call, seed, total
 from torch import nn
 
 import ackpt
@@ -123,18 +123,10 @@ def test_nested_regions_close_over_tensors_of_every_level(depth):
 
 
 def test_a_custom_function_on_a_closed_over_tensor_is_refused():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
+    double = function_of(lambda ctx, x: x * 2, lambda ctx, grad: grad * 2)
     root = batch()
     h = root.exp()
-    y = ackpt.checkpoint(lambda x: Double.apply(h) * x, batch())
+    y = ackpt.checkpoint(lambda x: double.apply(h) * x, batch())
     with pytest.raises(ackpt.CheckpointError, match="straight to a torch.autograd.Function .* Pass that tensor"):
         y.sum().backward()
     assert root.grad is None

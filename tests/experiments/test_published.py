@@ -14,18 +14,9 @@ from torch.overrides import TorchFunctionMode
 import ackpt
 from experiments import predicted_curves
 from experiments.cli.command_line import main
-from experiments.published import (
-    STEPS,
-    Predictions,
-    all_predicted,
-    excluded,
-    predicted_bytes,
-    predictions,
-    reference,
-    rows,
-    time_ratios,
-)
+from experiments.published import STEPS, predictions, reference, time_ratios
 from experiments.published.block_bytes import saved_per_token, with_fused_norms
+from experiments.published.predictions import Predictions, all_predicted, excluded, predicted_bytes, rows
 from experiments.published.reference import Block, InnerBackward, KeptInput
 from experiments.published.report import badge, reasons, summary, summary_table, text_table, worst
 from experiments.published.time_ratios import METHODS, Times, compared, table

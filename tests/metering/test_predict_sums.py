@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from caches import Attends, in_closure, in_default, in_dict, in_list, mask
+from conftest import function_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
@@ -16,27 +17,8 @@ from ackpt.metering.meter import measure
 from ackpt.metering.prediction import predict
 
 ELEMENTS = 100_000
-
-
-class UsesItsGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.sin() + gradient
-
-
-class OneGradientForTwo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        return x + y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        shared = gradient.sin()
-        return shared, shared
+UsesItsGradient = function_of(lambda ctx, x: x * 2, lambda ctx, gradient: gradient.sin() + gradient)
+OneGradientForTwo = function_of(lambda ctx, x, y: x + y, lambda ctx, gradient: (gradient.sin(),) * 2)
 
 
 def three_uses(h):

@@ -15,20 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import (  # noqa: F401  (they fill the catalog)
-    containers,
-    draws,
-    images,
-    layers,
-    lengths,
-    norms,
-    objects,
-    scripts,
-    settings,
-    state,
-)
+from . import containers, draws, images, layers, lengths, norms, objects, scripts, settings, state
 from .part import CATALOG, KINDS, WIDTH, Part
 
+FILL_THE_CATALOG = containers, draws, images, layers, lengths, norms, objects, scripts, settings, state
 WORDS, CLASSES = 20, 5
 SHAPES = (6, 12), (4, 14), (5, 17)  # rows and length; a capture of the first two serves the third
 

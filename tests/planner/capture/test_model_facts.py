@@ -138,16 +138,15 @@ VALUES = {
 }
 
 
-def _tied() -> Holder:
+def _watched() -> tuple[Holder, WatchedModel]:
     model = Holder()
     model.second.weight.data = model.first.weight.data
-    return model
+    return model, WatchedModel(model)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 def test_a_change_gives_the_facts_that_reading_the_model_gives(change):
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before = watched.facts()
     assert watched.facts() is before and watched.storages
     change(model)
@@ -160,8 +159,7 @@ def test_a_change_gives_the_facts_that_reading_the_model_gives(change):
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=list(VALUES))
 def test_values_of_every_type_are_compared(values):
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     seen = []
     for value in (*values, values[0]):
         model.object = value
@@ -171,8 +169,7 @@ def test_values_of_every_type_are_compared(values):
 
 
 def test_another_function_with_the_id_of_a_freed_one_is_another_value():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     model.act = lambda x: x
     before, identifier, freed = watched.facts(), id(model.act), weakref.ref(model.act)
     model.act = torch.relu
@@ -236,9 +233,8 @@ def test_a_replaced_method_of_the_class_gives_another_capture(monkeypatch):
 
 @pytest.mark.parametrize("change", [_set("object", object()), lambda model: model.offset.add_(1), Holder.zero_grad])
 def test_changes_that_no_capture_depends_on_cause_no_reading(change):
-    model = _tied()
+    model, watched = _watched()
     model(torch.ones(2, 4)).sum().backward()
-    watched = WatchedModel(model)
     before = watched.facts()
     change(model)
     assert watched.facts() is before
@@ -253,8 +249,7 @@ def test_an_argument_that_shares_the_storage_of_a_parameter_is_another_call():
 
 
 def test_a_parameter_like_the_one_before_is_the_models_own():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before, earlier = watched.facts(), weakref.ref(model.first.bias)
     model.first.bias = nn.Parameter(torch.zeros(4))
     assert earlier() is None
@@ -264,8 +259,7 @@ def test_a_parameter_like_the_one_before_is_the_models_own():
 
 
 def test_sparse_tensors_which_torchs_guards_do_not_check_are_compared():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before = watched.facts()
     plain, model.offset = model.offset, torch.eye(4).to_sparse()
     sparse = watched.facts()
@@ -275,8 +269,7 @@ def test_sparse_tensors_which_torchs_guards_do_not_check_are_compared():
 
 
 def test_a_dict_that_changes_back_has_the_same_facts():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before = watched.facts()
     for value in (0.25, 0.5):
         model.scale = value

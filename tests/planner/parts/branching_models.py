@@ -5,7 +5,7 @@ import random
 import torch
 import torch.nn.functional as F
 from conftest import measured_step, model_of, seed
-from planned_models import Mean
+from planned_models import Mean, Residuals
 from torch import nn
 
 
@@ -37,15 +37,9 @@ class DropPath(nn.Module):
         return torch.zeros_like(x) if self.training and random.random() < 0.3 else x
 
 
-class Skips(nn.Module):
-    def __init__(self, layers: int = 4):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), feed_forward(), DropPath()) for _ in range(layers))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+def skips():
+    blocks = (nn.Sequential(nn.LayerNorm(16), feed_forward(), DropPath()) for _ in range(4))
+    return Residuals(blocks), {"x": torch.randn(64, 16)}
 
 
 class Tagger(nn.Module):
@@ -122,7 +116,7 @@ def compiled():
 MODELS = {
     "Mixtral": lambda: mixture("Mixtral"),
     "Qwen3-MoE": lambda: mixture("Qwen3-MoE"),
-    "drop path": lambda: (Skips(), {"x": torch.randn(64, 16)}),
+    "drop path": skips,
     "packed LSTM": lambda: (Tagger(), {"ids": torch.randint(50, (8, 24)), "lengths": torch.arange(8) * 2 + 8}),
     "matcher": lambda: (Detector(), {"x": torch.randn(8, 12, 16), "targets": torch.rand(8, 5, 4)}),
     "early exit": lambda: (EarlyExit(), {"x": torch.randn(64, 16)}),
