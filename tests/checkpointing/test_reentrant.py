@@ -55,10 +55,7 @@ MODELS = {
 @pytest.mark.parametrize("grad", [True, False], ids=["input needs grad", "input needs none"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_modules_are_bit_equal(make, grad):
-    def build():
-        return Case(make(), (batch(grad=grad),))
-
-    step = assert_same_step(build)
+    step = assert_same_step(lambda: Case(make(), (batch(grad=grad),)))
     assert any(value is not None for value in step.grads) == any(step.requires_grad)
 
 

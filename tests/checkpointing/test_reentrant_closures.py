@@ -32,20 +32,14 @@ class Holder:
 
 
 def with_default(weight):
-    def function(x, w=weight, *, shift=weight):
-        return (x * w + shift).sin()
-
-    return function
+    return lambda x, w=weight, *, shift=weight: (x * w + shift).sin()
 
 
 def through_helper(weight):
     def helper(x):
         return x * weight
 
-    def function(x):
-        return helper(x).sin() + helper(x.cos())
-
-    return function
+    return lambda x: helper(x).sin() + helper(x.cos())
 
 
 def in_closure(thing, function):
@@ -161,10 +155,7 @@ def force(net):
 
 
 def energy_and_force(net, prepare):
-    def function(positions):
-        return force(net)(prepare(positions))
-
-    return function
+    return lambda positions: force(net)(prepare(positions))
 
 
 PREPARE = {

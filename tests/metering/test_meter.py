@@ -171,10 +171,7 @@ def test_sparse_gradients():
     table = torch.nn.Embedding(10, D, sparse=True)
     index = torch.tensor([1, 3, 3])
 
-    def step():
-        table(index).sum().backward()
-
-    measured = measure(step, resident=(table, index), warmup=0, repeats=0)
+    measured = measure(lambda: table(index).sum().backward(), resident=(table, index), warmup=0, repeats=0)
     assert measured.timeline.at(-1)["gradients"] > 0 and consistent(measured)
 
 

@@ -66,10 +66,7 @@ def nested_checkpoints(context, call, model, x):
     def two(x):
         return call(model[1], call(model[0], x).sin()).sin()
 
-    def outer(x):
-        return call(two, call(model[2], x).cos()).sin()
-
-    call(outer, call(two, x * 2)).sum().backward()
+    call(lambda x: call(two, call(model[2], x).cos()).sin(), call(two, x * 2)).sum().backward()
 
 
 def no_grad_and_eval_between(context, call, model, x):

@@ -200,21 +200,16 @@ class Decompositions(Part):
     def forward(self, x):
         matrix = self.weight @ self.weight.t() + torch.eye(WIDTH)
         last = channels_last(x)
-        if self.how == "inv":
-            last = last @ torch.linalg.inv(matrix)
-        elif self.how == "solve":
-            last = torch.linalg.solve(matrix, last.flatten(0, -2).t()).t().view_as(last)
-        elif self.how == "cholesky":
-            last = last @ torch.linalg.cholesky(matrix)
-        elif self.how == "logdet":
-            last = last * torch.logdet(matrix)
-        elif self.how == "prod":
-            last = last * torch.sigmoid(last).prod(-1, keepdim=True)
-        elif self.how == "maximum":
-            last = torch.maximum(last.transpose(0, 1), last.sin().transpose(0, 1)).transpose(0, 1)
-        else:
-            last = last @ torch.linalg.matrix_exp(self.weight)
-        return channels_first(last)
+        found = {
+            "inv": lambda: last @ torch.linalg.inv(matrix),
+            "solve": lambda: torch.linalg.solve(matrix, last.flatten(0, -2).t()).t().view_as(last),
+            "cholesky": lambda: last @ torch.linalg.cholesky(matrix),
+            "logdet": lambda: last * torch.logdet(matrix),
+            "prod": lambda: last * torch.sigmoid(last).prod(-1, keepdim=True),
+            "maximum": lambda: torch.maximum(last.transpose(0, 1), last.sin().transpose(0, 1)).transpose(0, 1),
+            "expm": lambda: last @ torch.linalg.matrix_exp(self.weight),
+        }
+        return channels_first(found[self.how]())
 
 
 class SeedsItself(Part, planned=False):

@@ -69,14 +69,11 @@ class ReadsClosure(Part):
     def setup(self, draw, inner):
         scale = 1.0
 
-        def scaled(x):
-            return torch.sin(x * scale)
-
         def change():
             nonlocal scale
             scale += 0.5
 
-        self.scaled, self.change = scaled, change
+        self.scaled, self.change = (lambda x: torch.sin(x * scale)), change
         self.changes = draw.random() < 0.6
 
     def between(self, step):

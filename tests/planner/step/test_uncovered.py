@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import model_of
+from planned_models import Mean
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import optimizer as optimizers
@@ -75,15 +77,10 @@ def test_a_loss_that_leaves_the_model_is_named_with_its_bytes(options):
     assert not recorded(lambda: [model(X), model(X, LABELS)])[1]
 
 
-class Loss(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x).square().mean()
-
-
 def deep():
     torch.manual_seed(0)
     layers = ((nn.Linear(32, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
-    return Loss(*(nn.Sequential(*each) for each in layers))
+    return nn.Sequential(*(nn.Sequential(*each) for each in layers), Mean())
 
 
 A, B = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(0)).unbind()
@@ -163,12 +160,9 @@ def test_what_earlier_forwards_hold_counts(loop, exceeds, options):
 def test_a_loss_in_memory_for_all_elements_may_be_kept(keep, counts):
     """The next forward reduces the storage of ``mse_loss``, unless another tensor shares it."""
 
-    class Compared(nn.Linear):
-        def forward(self, x, y):
-            return F.mse_loss(super().forward(x), y)
-
     x, y = torch.randn(2, 2000, 16, generator=torch.Generator().manual_seed(0)).unbind()
-    model, kept = Compared(16, 16).requires_grad_(False), []
+    model, kept = model_of(lambda self, x, y: F.mse_loss(self.layer(x), y), layer=nn.Linear(16, 16)), []
+    model.requires_grad_(False)
     x.requires_grad_()
     budget = ackpt.compile(model, x, y, budget="1GiB").plan.peak_bytes
     ackpt.apply_budget(model, (x, y), budget=budget, on_exceed="warn")
@@ -186,7 +180,7 @@ def test_a_loss_in_memory_for_all_elements_may_be_kept(keep, counts):
 
 def test_forwards_of_models_that_share_parameters_count():
     encoder = deep()[:2]
-    models = [Loss(*encoder, nn.Linear(32, 8)) for _ in range(2)]
+    models = [nn.Sequential(*encoder, nn.Linear(32, 8), Mean()) for _ in range(2)]
     least = [ackpt.compile(each, A, budget=1.0).plan.baseline_peak_bytes for each in models]
     for each in models:
         ackpt.apply_budget(each, A, budget=max(least))
