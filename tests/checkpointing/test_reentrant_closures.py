@@ -31,10 +31,6 @@ class Holder:
     __call__ = method
 
 
-def with_default(weight):
-    return lambda x, w=weight, *, shift=weight: (x * w + shift).sin()
-
-
 def through_helper(weight):
     def helper(x):
         return x * weight
@@ -48,7 +44,7 @@ def in_closure(thing, function):
 
 WAYS = {
     "closure": lambda w: lambda x: (x * w).sin(),
-    "default": with_default,
+    "default": lambda weight: lambda x, w=weight, *, shift=weight: (x * w + shift).sin(),
     "partial": lambda w: functools.partial(lambda w, x: (x * w).sin(), w),
     "partial of a partial": lambda w: functools.partial(functools.partial(lambda a, w, x: (x * w * a).sin(), 2), w),
     "bound method": lambda w: Holder(w).method,
@@ -154,10 +150,6 @@ def force(net):
     return function
 
 
-def energy_and_force(net, prepare):
-    return lambda positions: force(net)(prepare(positions))
-
-
 PREPARE = {
     "input that needs grad": (lambda positions: positions, True),
     "made to need grad": (lambda positions: positions.requires_grad_(), False),
@@ -171,7 +163,7 @@ def test_autograd_of_its_own_inside_of_the_region(prepare, grad):
     def build():
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
         positions = torch.randn(3, 4, requires_grad=grad)
-        return Case(energy_and_force(net, prepare), (positions,), also=net)
+        return Case(lambda positions: force(net)(prepare(positions)), (positions,), also=net)
 
     assert_same_step(build)
 

@@ -138,15 +138,11 @@ WAYS = {
     "plain object": lambda made: (draw, (generators(made),), {}),
     "closure": lambda made: (lambda x: draw(x, made), (), {}),
     "partial": lambda made: (functools.partial(draw, sources=made), (), {}),
-    "default": lambda made: (with_default(made), (), {}),
+    "default": lambda made: ((lambda x, sources=made: draw(x, sources)), (), {}),
     "module attribute": lambda made: (Noise(made), (), {}),
     "module below": lambda made: (nn.Sequential(nn.Identity(), Noise(made)), (), {}),
     "bound method": lambda made: (Noise(made).forward, (), {}),
 }
-
-
-def with_default(made):
-    return lambda x, sources=made: draw(x, sources)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
