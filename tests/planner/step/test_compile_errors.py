@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import raises, raises_cleanly
+from conftest import function_of, raises, raises_cleanly
 from dynamic_steps import Words, check, ids
 from torch import nn
 from torch._functorch import config as functorch_config
@@ -305,24 +305,15 @@ class Fails(nn.Linear):
         return self.fail(self, super().forward(x)).sum()
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise LookupError("mine")
-
-
 def _raise(error):
     raise error
 
 
+RAISES = function_of(lambda ctx, x: x * 2, lambda ctx, gradient: _raise(LookupError("mine")))
 OWN_ERRORS = {
     "raises": (lambda model, h: _raise(KeyError("mine")), KeyError, "mine"),
     "asserts": (lambda model, h: _raise(AssertionError("meta data of the storage")), AssertionError, "meta data"),
-    "backward": (lambda model, h: Raises.apply(h), LookupError, "mine"),
+    "backward": (lambda model, h: RAISES.apply(h), LookupError, "mine"),
     "attribute": (lambda model, h: h * None.scale, AttributeError, "'NoneType' object has no attribute 'scale'"),
     "float ids": (lambda model, h: model.embedding(h), RuntimeError, "Long, Int; but got"),
     "loss": (lambda model, h: F.cross_entropy(h, torch.ones(9).long()), ValueError, "to match target batch_size"),
