@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
 import experiments  # noqa: F401  its models are among those that the planner knows by name
@@ -143,8 +144,6 @@ def left_by_steps(model: nn.Module, call: Callable, batches, optimizer=torch.opt
 
 @dataclasses.dataclass
 class Step:
-    """What one step left behind."""
-
     outputs: list[torch.Tensor]
     requires_grad: list[bool]
     grads: list[torch.Tensor | None]
@@ -238,8 +237,20 @@ def model_of(forward: Callable, /, **parts) -> nn.Module:
     return model
 
 
+def function_of(forward: Callable, backward: Callable):
+    """A function of autograd from ``forward(context, *inputs)`` and ``backward(context, *gradients)``."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), methods)
+
+
+class SomeMode(TorchDispatchMode):
+    """Runs what it is given."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
 def with_layer(layer: nn.Module) -> nn.Module:
-    """`layer` between two linear layers."""
     return nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 4))
 
 
@@ -287,10 +298,14 @@ def assert_next_step_works() -> None:
     assert_same_step(build)
 
 
-def raises(error, match: str, call: Callable[[], object]) -> None:
-    """The call raises this error, with this text."""
-    with pytest.raises(error, match=match):
+def raises(error, match: str, call: Callable[[], object]) -> pytest.ExceptionInfo:
+    """The error that the call raises, which has this text."""
+    with pytest.raises(error, match=match) as raised:
         call()
+    try:
+        return raised
+    finally:
+        del raised  # this frame, which the error's traceback holds, would keep the error and what failed alive
 
 
 @contextlib.contextmanager
@@ -328,13 +343,21 @@ def _leave_no_trace():
     assert surroundings() == before
 
 
+@contextlib.contextmanager
+def threads(count: int):
+    """Torch computes on this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
-    """Torch computes on one thread in the tests of a module."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture

@@ -172,9 +172,9 @@ class UsesTargetEarly(LateTransport):
         return super().wait_event(event, used) if used is None else Ended()
 
 
-def late_offload(transport, mode="async", **options) -> ackpt.offloading.saved_tensors.Offload:
+def late_offload(transport, mode="async", memory=host_memory, **options) -> ackpt.offloading.saved_tensors.Offload:
     """An Offload whose engine has `transport` and a pool of its own."""
     offload = ackpt.offload_saved_tensors(mode, min_bytes=options.pop("min_bytes", 1), **options)
     offload.engine = Engine("host")
-    offload.engine._device_stores[torch.device("cpu"), False] = DeviceStore(transport, Pool(host_memory))
+    offload.engine._device_stores[torch.device("cpu"), False] = DeviceStore(transport, Pool(memory))
     return offload

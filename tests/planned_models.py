@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_equal, measured_step
+from conftest import assert_equal, measured_step, model_of
 from torch import nn
 
 import ackpt
@@ -19,15 +19,28 @@ WORDS, LENGTH = 20, 24
 BUDGETS = (0.95, 0.8, 0.6, 0.4, 0.2)
 
 
-def language_model():
-    config = TransformerConfig(dim=16, ff_dim=32, layers=2, head_dim=8, vocab_size=WORDS)
-    tokens, offsets = torch.randint(WORDS, (4 * LENGTH,)), LENGTH * torch.arange(5, dtype=torch.int32)
-    return LanguageModel(config), (tokens, offsets, LENGTH, tokens.roll(-1))
+def language_model(words=WORDS, length=LENGTH, **sizes):
+    config = TransformerConfig(**{"dim": 16, "ff_dim": 32, "layers": 2, "head_dim": 8, **sizes}, vocab_size=words)
+    tokens, offsets = torch.randint(words, (4 * length,)), length * torch.arange(5, dtype=torch.int32)
+    return LanguageModel(config), (tokens, offsets, length, tokens.roll(-1))
 
 
-def resnet18():
-    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=4, num_classes=5))
-    return model, (torch.randn(4, 3, 32, 32), torch.randint(5, (4,)))
+def resnet18(width=4, images=(4, 3, 32, 32)):
+    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=width, num_classes=5))
+    return model, (torch.randn(images), torch.randint(5, images[:1]))
+
+
+class Residuals(nn.Module):
+    """Adds what each block computes, one after the other; the loss of the result."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
 
 
 class Mean(nn.Module):
@@ -40,15 +53,14 @@ def line(pairs=32, width=8):
     return nn.Sequential(*layers, Mean()), (torch.randn(128, width),)
 
 
-class UNet(nn.Module):
-    def __init__(self, width=4, depth=3):
-        super().__init__()
-        widths = [3, *(width * 2**i for i in range(depth))]
-        self.down = nn.ModuleList(convolutions(a, b) for a, b in zip(widths, widths[1:]))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * a, a, 2, 2) for a in widths[-2:0:-1])
-        self.join = nn.ModuleList(convolutions(2 * a, a) for a in widths[-2:0:-1])
-        self.head = nn.Conv2d(width, 2, 1)
+def convolutions(inside, out):
+    layers = []
+    for a, b in ((inside, out), (out, out)):
+        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+    return nn.Sequential(*layers)
 
+
+def unet():
     def forward(self, x, y):
         skips = []
         for number, block in enumerate(self.down):
@@ -60,15 +72,19 @@ class UNet(nn.Module):
             x = join(torch.cat([up(x), skips.pop()], 1))
         return F.cross_entropy(self.head(x), y)
 
+    widths = [3, 4, 8, 16]
+    model = model_of(
+        forward,
+        down=nn.ModuleList(convolutions(a, b) for a, b in zip(widths, widths[1:])),
+        up=nn.ModuleList(nn.ConvTranspose2d(2 * a, a, 2, 2) for a in widths[-2:0:-1]),
+        join=nn.ModuleList(convolutions(2 * a, a) for a in widths[-2:0:-1]),
+        head=nn.Conv2d(4, 2, 1),
+    )
+    return model, (torch.randn(4, 3, 32, 32), torch.randint(2, (4, 32, 32)))
 
-class Dense(nn.Module):
+
+def dense():
     """Every layer reads all before it."""
-
-    def __init__(self, layers=12, growth=8):
-        super().__init__()
-        self.stem = nn.Conv2d(3, growth, 3, padding=1)
-        self.layers = nn.ModuleList(convolutions(growth * (i + 1), growth) for i in range(layers))
-        self.head = nn.Linear(growth * (layers + 1), 4)
 
     def forward(self, x, y):
         found = [self.stem(x)]
@@ -76,20 +92,9 @@ class Dense(nn.Module):
             found.append(layer(torch.cat(found, 1)))
         return F.cross_entropy(self.head(torch.cat(found, 1).mean((2, 3))), y)
 
-
-def convolutions(inside, out):
-    layers = []
-    for a, b in ((inside, out), (out, out)):
-        layers += [nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def unet():
-    return UNet(), (torch.randn(4, 3, 32, 32), torch.randint(2, (4, 32, 32)))
-
-
-def dense():
-    return Dense(), (torch.randn(4, 3, 16, 16), torch.randint(4, (4,)))
+    stem, layers = nn.Conv2d(3, 8, 3, padding=1), nn.ModuleList(convolutions(8 * (i + 1), 8) for i in range(12))
+    model = model_of(forward, stem=stem, layers=layers, head=nn.Linear(8 * 13, 4))
+    return model, (torch.randn(4, 3, 16, 16), torch.randint(4, (4,)))
 
 
 MODELS = {build.__name__: build for build in (language_model, resnet18, line)}
@@ -104,14 +109,12 @@ def build(name):
 
 @cache
 def captured(name):
-    """A model and its captured step."""
     model, args = build(name)
     return model, CapturedStep(model, *args)
 
 
 @cache
 def traced(name):
-    """The graph of a model and its profile."""
     graph = captured(name)[1].graph
     return graph, ackpt.profile(graph)
 
@@ -171,7 +174,6 @@ def plain_results(name, threads):
 
 
 def results(model, step, args):
-    """Loss, gradients and buffers of one step."""
     loss = step(*args)
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters()), *model.buffers()]

@@ -12,6 +12,14 @@ from torch import multiprocessing
 LIMIT = datetime.timedelta(seconds=60)
 
 
+def shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for block in getattr(model, "blocks", model):
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def in_processes(scenario, names, folder, count=2) -> list[dict]:
     """``scenario(name, rank, folder)`` for every name in `count` processes: each one's ``{name: result}``.
 

@@ -26,20 +26,9 @@ PRODUCTS = (
 VIEWS = (
     *("{a}.view(-1)", "{a}.reshape(-1)", "{a}.flatten()", "{a}.t()", "{a}.transpose(0, -1)", "{a}.unsqueeze({d})"),
     *("{a}.squeeze()", "{a}[1:]", "{a}[:, ::2]", "{a}[..., 0]", "{a}[0]", "{a}[None].expand(2, *{a}.shape)"),
-    *(
-        "{a}[..., :1].expand_as({a})",
-        "{a}.narrow({d}, 1, 1)",
-        "{a}.diagonal()",
-        "{a}.unfold(-1, 2, 1) + 0",
-        "{a}.detach()",
-    ),
-    *(
-        "{a}.contiguous()",
-        "{a}.view_as({a})",
-        "{a}.movedim(0, -1)",
-        "{a}.permute(1, 0)",
-        "{a}.as_strided((2, 2), (2, 1))",
-    ),
+    *("{a}[..., :1].expand_as({a})", "{a}.narrow({d}, 1, 1)", "{a}.diagonal()", "{a}.unfold(-1, 2, 1) + 0"),
+    *("{a}.detach()", "{a}.contiguous()", "{a}.view_as({a})", "{a}.movedim(0, -1)", "{a}.permute(1, 0)"),
+    "{a}.as_strided((2, 2), (2, 1))",
 )
 SEVERAL = (
     *("torch.chunk({a}, 2, {d})", "{a}.split([1, {a}.shape[-1] - 1], -1)", "{a}.unbind({d})"),
@@ -56,11 +45,9 @@ REDUCTIONS = (
 MODULES = (
     *("self.norm({a})", "self.norm({a})", "self.layer_norm({a})", "self.embedding({k})", "self.dropout({a})"),
     *("F.dropout({a}, 0.3)", "F.alpha_dropout({a}, 0.3, True)", "F.group_norm({a}[None], 1)", "F.rms_norm({a}, (4,))"),
+    "F.batch_norm({a}, None, None, training=True)",
     # Keys and values are the same: where they are not equally many, torch 2.14.1 writes outside of them without a word.
-    *(
-        "F.batch_norm({a}, None, None, training=True)",
-        "F.scaled_dot_product_attention({a}[None], {b}[None], {b}[None])",
-    ),
+    "F.scaled_dot_product_attention({a}[None], {b}[None], {b}[None])",
 )
 INTEGERS = (
     *("{a}.argmax({d})", "{k} + 1", "{k}.clamp(0, 2)", "{a} > {b}", "{a}.isnan()", "{k}.float()", "{a}[{k}]"),
@@ -71,25 +58,14 @@ CONSTANTS = (
     *("torch.full((4,), 0.5)", "torch.eye(4)", "torch.tensor([0, 2, 1])", "torch.tensor(1.5)", "{a}.new_zeros(4)"),
 )
 RANDOM = (
-    "torch.rand_like({a})",
-    "torch.randn(3, 4)",
-    "torch.rand(4)",
-    "torch.bernoulli({a}.sigmoid())",
+    *("torch.rand_like({a})", "torch.randn(3, 4)", "torch.rand(4)", "torch.bernoulli({a}.sigmoid())"),
     "torch.randperm(3)",
 )
 IN_PLACE = (
-    *(
-        "{a}.relu_()",
-        "{a}.add_({b})",
-        "{a}.mul_(0.5)",
-        "{a}.mul_({b})",
-        "{a}.sub_(1)",
-        "{a}.clamp_(-1, 1)",
-        "{a}.zero_()",
-    ),
-    *("{a}[0] = {b}", "{a}[..., 0] = 0.5", "{a}[:, 1:] *= 2", "{a}[{k}] = {b}", "{a}.t().add_({b})", "{a}.copy_({b})"),
-    *("{a}.view(-1)[1:].mul_(2)", "{a}.masked_fill_({m}, 0.25)", "{a}.index_add_(0, {k}, {b})", "{a}.fill_(0.75)"),
-    *("F.dropout({a}, 0.3, inplace=True)", "{a}.bernoulli_(0.5)", "{a}.uniform_()"),
+    *("{a}.relu_()", "{a}.add_({b})", "{a}.mul_(0.5)", "{a}.mul_({b})", "{a}.sub_(1)", "{a}.clamp_(-1, 1)"),
+    *("{a}.zero_()", "{a}[0] = {b}", "{a}[..., 0] = 0.5", "{a}[:, 1:] *= 2", "{a}[{k}] = {b}", "{a}.t().add_({b})"),
+    *("{a}.copy_({b})", "{a}.view(-1)[1:].mul_(2)", "{a}.masked_fill_({m}, 0.25)", "{a}.index_add_(0, {k}, {b})"),
+    *("{a}.fill_(0.75)", "F.dropout({a}, 0.3, inplace=True)", "{a}.bernoulli_(0.5)", "{a}.uniform_()"),
     *("self.average.mul_(0.9).add_({a}.detach().mean(), alpha=0.1)", "self.count.add_(1)"),
 )
 _LOSSES = ("sum()", "mean()", "square().mean()", "sin().sum()")

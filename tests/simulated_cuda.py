@@ -222,16 +222,9 @@ class EventBeforeTheCopy(SimulatedTransport):
     """Broken: the event is recorded before the copy."""
 
     def _copy(self, way, target, source, after, owner):
-        stream = self.streams[way]
-        stream.wait_stream(owner)
-        for event in after:
-            stream.wait_event(event.ended)
-        began, ended = self._timed(), self._timed()
-        with self.machine.stream(stream):
-            began.record(stream)
-            ended.record(stream)
-            target.copy_(source, non_blocking=True)
-        return CudaEvent(began, ended, owner)
+        event = super()._copy(way, target, source, after, owner)
+        event.ended = event.began
+        return event
 
 
 class EventOnTheComputingStream(SimulatedTransport):
@@ -280,15 +273,9 @@ class IgnoresComputing(SimulatedTransport):
     """Broken: a copy does not wait for what was computed so far."""
 
     def _copy(self, way, target, source, after, owner):
-        stream = self.streams[way]
-        for event in after:
-            stream.wait_event(event.ended)
-        began, ended = self._timed(), self._timed()
-        with self.machine.stream(stream):
-            began.record(stream)
-            target.copy_(source, non_blocking=True)
-            ended.record(stream)
-        return CudaEvent(began, ended, owner)
+        event = super()._copy(way, target, source, after, Stream(self.machine))
+        event.owner = owner
+        return event
 
 
 class IgnoresEarlierCopies(SimulatedTransport):

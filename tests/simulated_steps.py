@@ -4,11 +4,8 @@ import contextlib
 import random
 
 import torch
+from late import late_offload
 from simulated_cuda import DEVICE, Machine, SimulatedTransport, join
-
-import ackpt
-from ackpt.offloading.engine import DeviceStore, Engine
-from ackpt.offloading.store import Pool
 
 SIZES = (256, 1024)  # elements
 
@@ -172,9 +169,8 @@ class Program:
                         self.backward(loss, retain_graph=True)
                     self.backward(loss)
         self.fails_in = -1
-        torch.zeros(
-            (), requires_grad=True
-        ).backward()  # torch keeps nodes of a broken backward in its queue until the next
+        # Torch keeps nodes of a broken backward in its queue until the next.
+        torch.zeros((), requires_grad=True).backward()
         made = [loss.item() for loss in losses]
         self.ready.clear()
         return [*made, None if self.weight.grad is None else self.weight.grad.item()]
@@ -182,10 +178,7 @@ class Program:
 
 def simulated_offload(machine, kind=SimulatedTransport, mode="async", **options):
     """An Offload whose engine takes the CPU's tensors for those of `machine`."""
-    offload = ackpt.offload_saved_tensors(mode, min_bytes=1, **options)
-    offload.engine = Engine("host")
-    offload.engine._device_stores[torch.device("cpu"), False] = DeviceStore(kind(machine), Pool(machine.host_memory))
-    return offload
+    return late_offload(kind(machine), mode, machine.host_memory, **options)
 
 
 def streams_of(machine, count):

@@ -78,7 +78,6 @@ class Training:
         return x.sum()
 
     def update(self):
-        """One step of the optimizer; returns the gradients."""
         grads = [weight.grad for weight in self.weights]
         with torch.no_grad():
             for weight in self.weights:
@@ -93,7 +92,6 @@ class Training:
 
 
 def train(kind=None, offload=None, arena=None, steps=STEPS):
-    """Losses and gradients of every step."""
     training = Training(arena or Arena())
     made = []
     for _ in range(steps):

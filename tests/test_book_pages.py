@@ -24,12 +24,10 @@ def error_classes(*modules):
         name
         for module in modules
         for name in (*getattr(module, "__all__", ()), *vars(module))
-        if isinstance(cls := getattr(module, name), type) and issubclass(cls, Exception) and is_ours(cls)
+        if isinstance(cls := getattr(module, name), type)
+        and issubclass(cls, Exception)
+        and cls.__module__.split(".")[0] in ("ackpt", "experiments")
     }
-
-
-def is_ours(cls):
-    return cls.__module__.split(".")[0] in ("ackpt", "experiments")
 
 
 @cache

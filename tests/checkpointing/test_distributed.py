@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from processes import in_processes
+from processes import in_processes, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,14 +56,6 @@ def by_wrapping(model):
 
 def data_parallel(**options):
     return lambda model: DistributedDataParallel(model, **options)
-
-
-def shard(model):
-    from torch.distributed.fsdp import fully_shard
-
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
 
 
 def shard_flat(model, use_orig_params=True):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import batch, bit_equal, raises, raises_cleanly, seed, total, with_layer
+from conftest import batch, bit_equal, function_of, raises, raises_cleanly, seed, total, with_layer
 from torch import nn
 
 import ackpt
@@ -201,16 +201,7 @@ def test_guarantees_are_restored_after_an_exception():
     raises(Error, "'mask'", loss.backward)
 
 
-class _Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
+_Times = function_of(lambda ctx, x, factor: x * factor, lambda ctx, gradient: (gradient, None))
 READS = {
     "nothing": (lambda x, b: x * 2, False),
     "its shape": (lambda x, b: x * b.shape[0] * b.dim(), False),

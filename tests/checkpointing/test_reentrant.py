@@ -6,17 +6,7 @@ import threading
 import pytest
 import torch
 import torch.utils.checkpoint
-from conftest import (
-    Case,
-    assert_same,
-    assert_same_step,
-    batch,
-    bit_equal,
-    plain_call,
-    raises,
-    run_step,
-    total,
-)
+from conftest import Case, assert_same, assert_same_step, batch, bit_equal, plain_call, raises, run_step, total
 from torch import nn
 
 import ackpt
@@ -65,10 +55,7 @@ MODELS = {
 @pytest.mark.parametrize("grad", [True, False], ids=["input needs grad", "input needs none"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_modules_are_bit_equal(make, grad):
-    def build():
-        return Case(make(), (batch(grad=grad),))
-
-    step = assert_same_step(build)
+    step = assert_same_step(lambda: Case(make(), (batch(grad=grad),)))
     assert any(value is not None for value in step.grads) == any(step.requires_grad)
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import Case, assert_same_step, batch, bit_equal, plain_call, seed, total
+from conftest import Case, assert_same_step, batch, bit_equal, function_of, plain_call, seed, total
 from torch import nn
 
 import ackpt
@@ -31,21 +31,11 @@ class Holder:
     __call__ = method
 
 
-def with_default(weight):
-    def function(x, w=weight, *, shift=weight):
-        return (x * w + shift).sin()
-
-    return function
-
-
 def through_helper(weight):
     def helper(x):
         return x * weight
 
-    def function(x):
-        return helper(x).sin() + helper(x.cos())
-
-    return function
+    return lambda x: helper(x).sin() + helper(x.cos())
 
 
 def in_closure(thing, function):
@@ -54,7 +44,7 @@ def in_closure(thing, function):
 
 WAYS = {
     "closure": lambda w: lambda x: (x * w).sin(),
-    "default": with_default,
+    "default": lambda weight: lambda x, w=weight, *, shift=weight: (x * w + shift).sin(),
     "partial": lambda w: functools.partial(lambda w, x: (x * w).sin(), w),
     "partial of a partial": lambda w: functools.partial(functools.partial(lambda a, w, x: (x * w * a).sin(), 2), w),
     "bound method": lambda w: Holder(w).method,
@@ -123,18 +113,10 @@ def test_nested_regions_close_over_tensors_of_every_level(depth):
 
 
 def test_a_custom_function_on_a_closed_over_tensor_is_refused():
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
+    double = function_of(lambda ctx, x: x * 2, lambda ctx, grad: grad * 2)
     root = batch()
     h = root.exp()
-    y = ackpt.checkpoint(lambda x: Double.apply(h) * x, batch())
+    y = ackpt.checkpoint(lambda x: double.apply(h) * x, batch())
     with pytest.raises(ackpt.CheckpointError, match="straight to a torch.autograd.Function .* Pass that tensor"):
         y.sum().backward()
     assert root.grad is None
@@ -168,13 +150,6 @@ def force(net):
     return function
 
 
-def energy_and_force(net, prepare):
-    def function(positions):
-        return force(net)(prepare(positions))
-
-    return function
-
-
 PREPARE = {
     "input that needs grad": (lambda positions: positions, True),
     "made to need grad": (lambda positions: positions.requires_grad_(), False),
@@ -188,7 +163,7 @@ def test_autograd_of_its_own_inside_of_the_region(prepare, grad):
     def build():
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
         positions = torch.randn(3, 4, requires_grad=grad)
-        return Case(energy_and_force(net, prepare), (positions,), also=net)
+        return Case(lambda positions: force(net)(prepare(positions)), (positions,), also=net)
 
     assert_same_step(build)
 

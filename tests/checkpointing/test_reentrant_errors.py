@@ -88,10 +88,6 @@ def replace_item(items):
     return items[0].sin()
 
 
-def pop_item(items):
-    return items.pop().sin() + items[0]
-
-
 def set_key(items):
     items["b"] = items["a"].cos()
     return items["a"].sin()
@@ -105,7 +101,7 @@ def set_field(box):
 CONTAINERS = {
     "append": (add_item, lambda x: [x]),
     "replace": (replace_item, lambda x: [x]),
-    "pop": (pop_item, lambda x: [x, x * 2]),
+    "pop": (lambda items: items.pop().sin() + items[0], lambda x: [x, x * 2]),
     "key": (set_key, lambda x: {"a": x}),
     "key of a subclass": (set_key, lambda x: collections.OrderedDict(a=x)),
     "field": (set_field, lambda x: Box(x)),

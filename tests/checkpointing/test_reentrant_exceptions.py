@@ -117,7 +117,5 @@ def test_an_error_in_the_recomputation_names_its_origin():
     blocks = [nn.Linear(4, 4)]
     loss = ackpt.checkpoint(lambda x: blocks[0](x), batch()).sum()
     blocks.clear()
-    with raises_cleanly(
-        IndexError, "list index out of range\nackpt: .* recomputed the checkpointed region .*<lambda>.*"
-    ):
+    with raises_cleanly(IndexError, "list index out of range\nackpt: .* recomputed the checkpointed region .*<lambda>"):
         loss.backward()

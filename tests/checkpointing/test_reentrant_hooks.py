@@ -14,27 +14,19 @@ def layers():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-def heard_by(scenario):
-    """The arguments of the hooks of `scenario(call, heard)`, without and with checkpoint."""
-    both = []
-    for call in (plain_call, ackpt.checkpoint):
-        seed()
-        heard: list = []
-        scenario(call, heard)
-        both.append(heard)
-    return both
-
-
 def remember(heard, name):
     return lambda grad: heard.append((name, grad.clone()))
 
 
 def assert_same_heard(scenario):
-    plain, checkpointed = heard_by(scenario)
+    """The hooks of `scenario(call, heard)` get the same arguments without and with checkpoint."""
+    plain, checkpointed = [], []
+    for call, heard in ((plain_call, plain), (ackpt.checkpoint, checkpointed)):
+        seed()
+        scenario(call, heard)
     assert [name for name, _ in plain] == [name for name, _ in checkpointed]
     assert_equal([value for _, value in plain], [value for _, value in checkpointed], "heard")
     assert plain
-    return plain
 
 
 def on_parameters(call, heard):
@@ -266,7 +258,8 @@ def test_hooks_that_a_region_registers_on_its_input_or_parameters(function, dept
         h = x.requires_grad_() if is_leaf else first(x)
         (call(h).sum() + h.sin().sum()).backward()
         kept = layer.kept.grad if function is _retains else None
-        return [p.grad for p in (*first.parameters(), *layer.parameters())] + [
+        return [
+            *(p.grad for p in (*first.parameters(), *layer.parameters())),
             x.grad,
             kept,
             h.grad if is_leaf else None,

@@ -72,11 +72,6 @@ def leaf(*shape, grad=True):
     return torch.randn(shape or (2, 3), requires_grad=grad)
 
 
-def two():
-    """A tensor with a history and one without."""
-    return leaf() * 1.5, leaf()
-
-
 def values(*args, **kwargs):
     """Products of all tensors in the arguments, so that the gradient of each depends on the others."""
     product = torch.ones(())
@@ -109,7 +104,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("arrange", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_arguments_of_every_kind_are_bit_equal(arrange):
     def build():
-        a, b = two()
+        a, b = leaf() * 1.5, leaf()
         a.retain_grad()
         args, kwargs = arrange(a, b)
         return Case(values, args, kwargs, also=[a, b])

@@ -5,17 +5,7 @@ import functools
 
 import pytest
 import torch
-from conftest import (
-    Case,
-    assert_equal,
-    batch,
-    model_of,
-    plain_call,
-    raises,
-    seed,
-    surroundings,
-    total,
-)
+from conftest import Case, assert_equal, batch, model_of, plain_call, raises, seed, surroundings, total
 from torch import nn
 
 import ackpt
@@ -32,17 +22,16 @@ def region():
     return Case(model(), (batch(),))
 
 
-def branches():
-    """Two layers that read the input itself, as the projections of an attention do."""
-    return model_of(lambda self, x: (self.a(x) * self.b(x)).float(), a=nn.Linear(32, 32), b=nn.Linear(32, 32))
-
-
 @pytest.mark.parametrize("first_is_leaf", [True, False])
 @pytest.mark.parametrize("offload", [None, "async"])
 def test_an_input_that_is_cast_for_several_layers(first_is_leaf, offload):
     def step(call):
         seed()
-        blocks, x = [branches() for _ in range(3)], torch.randn(16, 32, requires_grad=True)
+        blocks = [
+            model_of(lambda self, x: (self.a(x) * self.b(x)).float(), a=nn.Linear(32, 32), b=nn.Linear(32, 32))
+            for _ in range(3)
+        ]
+        x = torch.randn(16, 32, requires_grad=True)
         with bf16():
             h = x if first_is_leaf else x * 1.5
             for block in blocks:

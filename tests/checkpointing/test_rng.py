@@ -44,15 +44,12 @@ def forked(x):
 @pytest.mark.parametrize("function", GLOBAL.values(), ids=GLOBAL)
 @pytest.mark.parametrize("drawn_before", [0, 1], ids=["fresh", "after a draw"])
 def test_global_streams_are_replayed(function, drawn_before):
-    def build():
-        return Case(function, (batch(),))
-
     def around():
         for _ in range(drawn_before):  # leaves the cached half of a Gaussian pair behind
             random.gauss(0, 1), np.random.randn(), torch.randn(1)
         return contextlib.nullcontext()
 
-    assert_same_step(build, around=around)
+    assert_same_step(lambda: Case(function, (batch(),)), around=around)
 
 
 @pytest.mark.parametrize("function", GLOBAL.values(), ids=GLOBAL)
@@ -141,18 +138,11 @@ WAYS = {
     "plain object": lambda made: (draw, (generators(made),), {}),
     "closure": lambda made: (lambda x: draw(x, made), (), {}),
     "partial": lambda made: (functools.partial(draw, sources=made), (), {}),
-    "default": lambda made: (with_default(made), (), {}),
+    "default": lambda made: ((lambda x, sources=made: draw(x, sources)), (), {}),
     "module attribute": lambda made: (Noise(made), (), {}),
     "module below": lambda made: (nn.Sequential(nn.Identity(), Noise(made)), (), {}),
     "bound method": lambda made: (Noise(made).forward, (), {}),
 }
-
-
-def with_default(made):
-    def function(x, sources=made):
-        return draw(x, sources)
-
-    return function
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

@@ -22,23 +22,18 @@ class Block(nn.Module):
         return x + self.a(x).tanh() + self.b(shared).tanh() * self.c(shared) + shared * x
 
 
-def make_model():
-    """Blocks that share a tensor, with skip connections around them."""
-
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("seed", range(5))
+def test_shared_tensors_and_skip_connections(seed, autocast):
     def forward(self, x, condition):
         shared, hidden = self.embed(condition), [x]
         for block in self.blocks:
             hidden.append(block(hidden[-1], shared))
         return (hidden[1] * hidden[-1] * shared * hidden[2]).sum()
 
-    return model_of(forward, embed=nn.Linear(16, 16), blocks=nn.ModuleList(Block() for _ in range(4)))
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("seed", range(5))
-def test_shared_tensors_and_skip_connections(seed, autocast):
     torch.manual_seed(seed)
-    model, args = make_model(), (torch.randn(8, 16), torch.randn(8, 16))
+    model = model_of(forward, embed=nn.Linear(16, 16), blocks=nn.ModuleList(Block() for _ in range(4)))
+    args = (torch.randn(8, 16), torch.randn(8, 16))
     regions = copy.deepcopy(model)
     assert len(ackpt.apply_activation_checkpointing(regions)) == 4
     assert_equal(*(left_by(each, each, *args, autocast=autocast) for each in (model, regions)), "step")

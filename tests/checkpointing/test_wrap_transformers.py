@@ -10,6 +10,7 @@ from conftest import assert_equal, raises_cleanly, seed
 import ackpt
 
 SMALL = {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+LAYERS = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32}
 
 
 def gpt2(use_cache=False):
@@ -20,28 +21,13 @@ def gpt2(use_cache=False):
 
 
 def bert():
-    config = transformers.BertConfig(
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        hidden_size=16,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        **SMALL,
-    )
+    config = transformers.BertConfig(num_attention_heads=2, max_position_embeddings=16, **LAYERS, **SMALL)
     return transformers.BertForMaskedLM(config)
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=16,
-        intermediate_size=32,
-        attention_dropout=0.2,
-        use_cache=False,
-        **SMALL,
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.2}
+    config = transformers.LlamaConfig(use_cache=False, **heads, **LAYERS, **SMALL)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -38,11 +38,7 @@ REFUSED = [  # the model, the other options, and what is said; ... is any text
     ([], "hf:WhisperConfig --seq-len 449", "longer than the 448 positions of this configuration"),
     ([], "hf:Speech2TextConfig --seq-len 8", "Speech2TextConfig has no max_source_positions or num_mel_bins"),
     ([], "sdxl-unet --image-size 1000", "sdxl-unet reads images whose size is a multiple of"),
-    (
-        LLAMA,
-        "--optimizer lion",
-        "the state of optimizer 'lion' is not known: choose from ...module:Class",
-    ),
+    (LLAMA, "--optimizer lion", "the state of optimizer 'lion' is not known: choose from ...module:Class"),
     (LLAMA, "--optimizer adam", "'adam' is not known (did you mean 'adamw'?)"),
     (LLAMA, "--optimizer nowhere:Lion", "the module nowhere cannot be imported (No module named 'nowhere')"),
     (LLAMA, "--optimizer torch.nn:Linear", "torch.nn has no class Linear that is a torch.optim.Optimizer"),

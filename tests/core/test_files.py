@@ -1,5 +1,6 @@
 """Files are written in one step, into what a path names, or not at all."""
 
+import concurrent.futures
 import contextlib
 import os
 import stat
@@ -114,11 +115,8 @@ def test_two_writers_leave_one_whole_file(tmp_path):
             text = path.read_text()
             torn.extend([text] if len(text) != 5000 or len(set(text)) != 1 else [])
 
-    threads = [threading.Thread(target=write, args=(letter,)) for letter in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, "ab"))
     assert not torn and [file.name for file in path.parent.iterdir()] == ["x.txt"]
 
 

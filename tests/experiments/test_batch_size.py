@@ -30,9 +30,7 @@ SCRATCH = 64 * 1024  # bytes of CPU flash attention, which shapes do not show
 
 @pytest.fixture(scope="module")
 def records():
-    return [
-        record for group in run_batch_size(TINY, "python -m experiments batch-size", timed_rounds=1) for record in group
-    ]
+    return list(itertools.chain(*run_batch_size(TINY, "python -m experiments batch-size", timed_rounds=1)))
 
 
 def steps(records):

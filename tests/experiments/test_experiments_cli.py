@@ -26,12 +26,8 @@ def test_synthetic_prints_a_table_with_a_row_per_method_and_length(capsys):
     assert main(["synthetic", *TINY, "--seq-len", "32", "48", "--timed-rounds", "1"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert [line.split()[:2] for line in lines[2:6]] == [
-        ["32", "baseline"],
-        ["32", "checkpoint"],
-        ["48", "baseline"],
-        ["48", "checkpoint"],
-    ]
+    rows = [[length, method] for length in ("32", "48") for method in ("baseline", "checkpoint")]
+    assert [line.split()[:2] for line in lines[2:6]] == rows
     assert "equal to the last bit at every step (checked)" in out and "x1.00" in out
     assert err == ""  # progress is for terminals
 
@@ -75,10 +71,8 @@ def test_a_failed_check_prints_one_line_and_exits_with_status_1(capsys, monkeypa
     monkeypatch.setattr("ackpt.offloading.transport._move", fails)
     assert main(["offload", *OFFLOAD, "--method", "ckpt_async_offload", "--timed-rounds", "0"]) == 1
     err = capsys.readouterr().err
-    assert (
-        err.startswith("python -m experiments offload: a copy to or from the offload store failed")
-        and err.count("\n") == 1
-    )
+    assert err.startswith("python -m experiments offload: a copy to or from the offload store failed")
+    assert err.count("\n") == 1
 
 
 def test_profile_folder_holds_a_trace_and_scalars(tmp_path, capsys):

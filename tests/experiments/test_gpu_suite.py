@@ -15,18 +15,7 @@ from experiments import provenance
 from experiments.reports.gpu_suite import text_outcome
 from experiments.results import Record, environment, load_records
 from experiments.suite import gpu_suite
-from experiments.suite.gpu_suite import (
-    CUT_OFF,
-    DONE,
-    FAILED,
-    WHOLE,
-    WORKSPACE,
-    Job,
-    expected_minutes,
-    read_state,
-    records_of,
-    run_suite,
-)
+from experiments.suite.gpu_suite import Job, expected_minutes, read_state, records_of, run_suite
 
 COMMIT = environment()["commit"]
 
@@ -68,9 +57,8 @@ def test_records_are_written_at_once_with_their_prediction_and_a_second_run_skip
     names = ["one-00-baseline.json", "one-01-auto-0.5.json"]
     assert [path.name for path in sorted(tmp_path.glob("*.json"))] == names
     baseline, planned = load_records(tmp_path)
-    assert baseline.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99} and planned.metrics == {
-        "peak_bytes": 100
-    }
+    assert baseline.metrics == {"peak_bytes": 100, "predicted_peak_bytes": 99}
+    assert planned.metrics == {"peak_bytes": 100}
     before = {name: (tmp_path / name).stat().st_mtime_ns for name in names}
     again = run_suite([job(run=None)], tmp_path)
     assert (again.ran, again.skipped) == ([], ["one"])
@@ -99,9 +87,10 @@ def test_a_failed_job_leaves_its_error_and_no_figures_and_the_others_run(tmp_pat
     jobs = [job("bad", fails), job("good")]
     found = run_suite(jobs, tmp_path)
     assert found.ran == ["bad", "good"]
-    assert found.failed == {"bad": {"auto": "ValueError: no plan", WHOLE: "OutOfMemoryError: CUDA out of memory"}}
+    failed = {"auto": "ValueError: no plan", gpu_suite.WHOLE: "OutOfMemoryError: CUDA out of memory"}
+    assert found.failed == {"bad": failed}
     state = json.loads((tmp_path / "jobs" / "bad.json").read_text())
-    assert state["state"] == FAILED and state["failed"] == found.failed["bad"]
+    assert state["state"] == gpu_suite.FAILED and state["failed"] == found.failed["bad"]
     assert [record.config["method"] for record in records_of(jobs, tmp_path, COMMIT)["bad"]] == ["baseline"]
     assert "failed: bad: auto: ValueError: no plan" in text_outcome(found)
     order = []
@@ -129,10 +118,10 @@ def test_a_job_that_takes_too_long_is_cut_off_and_its_next_estimate_is_longer(tm
     found = run_suite([slow, job("next", run=None)], tmp_path, minutes=0.02)
     assert time.monotonic() - began < 30 and found.left == ["slow", "next"] and found.failed == {}
     state = read_state(tmp_path, slow, COMMIT)
-    assert state["state"] == CUT_OFF and expected_minutes(slow, tmp_path) == 1.5 * state["minutes"]
+    assert state["state"] == gpu_suite.CUT_OFF and expected_minutes(slow, tmp_path) == 1.5 * state["minutes"]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert run_suite([replace(slow, run=two_runs)], tmp_path, minutes=1).ran == ["slow"]
-    assert read_state(tmp_path, slow, COMMIT)["state"] == DONE
+    assert read_state(tmp_path, slow, COMMIT)["state"] == gpu_suite.DONE
 
 
 TESTS = os.path.dirname(os.path.dirname(__file__))
@@ -164,13 +153,13 @@ def test_after_a_kill_all_files_are_complete_and_only_the_killed_job_reruns(tmp_
 
 
 def test_deterministic_algorithms_are_on_for_their_jobs_only(tmp_path, monkeypatch):
-    monkeypatch.delenv(WORKSPACE, raising=False)
+    monkeypatch.delenv(gpu_suite.WORKSPACE, raising=False)
     seen = []
 
     def look(config, command, failures):
-        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(WORKSPACE)))
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get(gpu_suite.WORKSPACE)))
         return []
 
     run_suite([job("a", look), job("b", look, deterministic=True), job("c", look)], tmp_path)
     assert seen == [(False, ":4096:8"), (True, ":4096:8"), (False, ":4096:8")]
-    assert not torch.are_deterministic_algorithms_enabled() and WORKSPACE not in os.environ
+    assert not torch.are_deterministic_algorithms_enabled() and gpu_suite.WORKSPACE not in os.environ

@@ -19,9 +19,8 @@ def test_the_documented_size_of_ligers_chunks(shapes, size):
 def test_smaller_budgets_choose_more_chunks_with_fewer_bytes():
     found = plans(["60%", "30%", "1%"], FIELDS, layers=1, tokens=64)
     baseline, large, small, refused = found
-    assert (
-        baseline.head_bytes == 3 * 4 * 64 * 1024 and baseline.chunks == 1
-    )  # in fp32: a copy, its log-softmax, gradient
+    # In fp32: a copy, its log-softmax, gradient.
+    assert baseline.head_bytes == 3 * 4 * 64 * 1024 and baseline.chunks == 1
     assert 1 < large.chunks < small.chunks and isinstance(refused, BudgetError)
     for each in (large, small):
         assert isinstance(each, HeadPlan) and each.head_bytes <= baseline.head_bytes / each.chunks

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 import torch
-from conftest import model_of
+from conftest import model_of, raises
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_models import traced
@@ -126,11 +126,8 @@ def test_a_refusal_names_a_budget_that_works():
     graph, profile = graph_of(squares([2, 3]), torch.ones(32, 1))
     found = ilp.solve_graph(graph, profile, 1)
     least = simulate(graph, profile, found.schedule)
-    with pytest.raises(
-        ackpt.BudgetError,
-        match=f"smallest feasible budget of this policy is .* \\({least.peak_bytes + least.resident_bytes} bytes\\)",
-    ):
-        ackpt.plan(graph, 0.01, ilp.ilp, profile=profile)
+    said = f"smallest feasible budget of this policy is .* \\({least.peak_bytes + least.resident_bytes} bytes\\)"
+    raises(ackpt.BudgetError, said, lambda: ackpt.plan(graph, 0.01, ilp.ilp, profile=profile))
     plan = ackpt.plan(graph, least.peak_bytes + least.resident_bytes, ilp.ilp, profile=profile)
     assert plan.dynamic_peak_bytes == least.peak_bytes
     assert exhaustive(ilp.contracted(graph, profile).dag, least.peak_bytes - 1) == inf

@@ -9,15 +9,7 @@ import torch
 
 import ackpt.offloading.transport
 from ackpt.models.transformer import Transformer
-from experiments.offload import (
-    GPU,
-    GradientsDiffer,
-    OffloadConfig,
-    make_batch,
-    one_step,
-    predict_offload,
-    run_offload,
-)
+from experiments.offload import GPU, GradientsDiffer, OffloadConfig, make_batch, one_step, predict_offload, run_offload
 from experiments.reports import offload as report
 from experiments.steps.offload_methods import METHODS, OURS, _transformers, cannot_run, make_method
 from experiments.steps.profiling import summary, traced

@@ -14,28 +14,15 @@ from torch.overrides import TorchFunctionMode
 import ackpt
 from experiments import predicted_curves
 from experiments.cli.command_line import main
-from experiments.published import (
-    STEPS,
-    Predictions,
-    all_predicted,
-    excluded,
-    predicted_bytes,
-    predictions,
-    reference,
-    rows,
-    time_ratios,
-)
+from experiments.published import STEPS, predictions, reference, time_ratios
 from experiments.published.block_bytes import saved_per_token, with_fused_norms
+from experiments.published.predictions import Predictions, all_predicted, excluded, predicted_bytes, rows
 from experiments.published.reference import Block, InnerBackward, KeptInput
 from experiments.published.report import badge, reasons, summary, summary_table, text_table, worst
 from experiments.published.time_ratios import METHODS, Times, compared, table
 from experiments.results import load_reference
 
 EXACT = ("cross-entropy", "kl-divergence", "jensen-shannon", "total-variation", "layer-norm", "llama-rms-norm")
-
-
-def smallest(step):
-    return min((row for row in rows() if row["step"] == step), key=lambda row: row["bytes"])
 
 
 def predicted(*steps):
@@ -60,7 +47,7 @@ def test_all_stored_predictions_are_those_of_this_code():
 
 @pytest.mark.parametrize("step", [*EXACT, "softmax", "linear-layers", "gated-mlp"])
 def test_rows_predicted_now_equal_the_stored_predictions(step):
-    row = smallest(step)
+    row = min((row for row in rows() if row["step"] == step), key=lambda row: row["bytes"])
     assert Predictions().of(row)["predicted"] == predicted_bytes(*predictions.group(row))[row["metric"]]
 
 
@@ -171,14 +158,8 @@ def test_a_causal_step_keeps_gradients_and_attends_with_a_mask():
 
 
 LAYER = {"width": 64, "heads": 4, "batch": 2, "length": 32, "ranks": 2}
-ROW_RATIOS = {
-    "step": "megatron-layer",
-    "gpu": "a100-80g",
-    "unit": "ms",
-    "method": "checkpointing",
-    "against": "baseline",
-}
-ROW_RATIOS |= {"source": "nobody", "what": "a layer", "figures": [4, 3], "sizes": {**LAYER, "blocks": 1}}
+ROW_RATIOS = {"step": "megatron-layer", "gpu": "a100-80g", "method": "checkpointing", "against": "baseline"}
+ROW_RATIOS |= {"unit": "ms", "source": "nobody", "what": "a layer", "figures": [4, 3], "sizes": {**LAYER, "blocks": 1}}
 
 
 def seconds(method: str, **sizes) -> float:

@@ -140,8 +140,7 @@ class TestReferences:
             ({"source": 1}, "the field 'source' is a int"),
         ):
             (tmp_path / "lm.json").write_text(json.dumps(good | changes))
-            with pytest.raises(RecordError, match=message):
-                load_reference("lm", tmp_path)
+            raises(RecordError, message, lambda: load_reference("lm", tmp_path))
 
 
 class TestEnvironment:

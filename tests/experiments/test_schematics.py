@@ -38,10 +38,6 @@ def gathers():
     return gather_lanes()
 
 
-def by_name(data):
-    return {one["name"]: one for one in data["variants"]}
-
-
 def test_the_bytes_of_every_frame_follow_from_its_states(chain):
     for one in chain["variants"]:
         saved, recomputed, gradients = (one["live"][name] for name in ("activations", "recomputed", "gradients"))
@@ -55,7 +51,7 @@ def test_the_bytes_of_every_frame_follow_from_its_states(chain):
 
 
 def test_the_variants_save_and_recompute_what_their_names_say(chain):
-    variants = by_name(chain)
+    variants = {one["name"]: one for one in chain["variants"]}
     assert list(variants) == list(VARIANTS)
     begins = {name: one["states"][one["phases"].index("g")] for name, one in variants.items()}
     count = {name: one["phases"].count("r") for name, one in variants.items()}

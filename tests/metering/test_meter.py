@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import raises
+from conftest import function_of, raises
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ackpt
@@ -23,10 +23,14 @@ WEIGHT, BIAS, HIDDEN = D * D * FP32, D * FP32, N * D * FP32
 
 
 @pytest.fixture
-def mlp():
+def model():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(D, D), torch.nn.GELU())))
-    return model, torch.randn(N, D)
+    return torch.nn.Sequential(*(layer for _ in range(4) for layer in (torch.nn.Linear(D, D), torch.nn.GELU())))
+
+
+@pytest.fixture
+def x(model):
+    return torch.randn(N, D)
 
 
 def consistent(measured: Measurement) -> bool:
@@ -39,9 +43,8 @@ def consistent(measured: Measurement) -> bool:
     )
 
 
-def test_hand_counted_step(mlp):
+def test_hand_counted_step(model, x):
     """Linear + GELU: in the backward of layer i, the activations of earlier layers and its own tensors are live."""
-    model, x = mlp
 
     def step():
         model(x).sum().backward()
@@ -59,8 +62,7 @@ def test_hand_counted_step(mlp):
     assert measured.device == "cpu" and measured.allocator == {} and measured.seconds is None
 
 
-def test_repeats_to_the_byte(mlp):
-    model, x = mlp
+def test_repeats_to_the_byte(model, x):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -76,30 +78,20 @@ def test_repeats_to_the_byte(mlp):
     assert consistent(first)
 
 
-class Undefined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, unused):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2, None
-
-
 def test_a_leaf_with_an_undefined_gradient_is_allowed():
+    undefined = function_of(lambda ctx, x, unused: x * 2, lambda ctx, gradient: (gradient * 2, None))
     x, unused = torch.ones(8, requires_grad=True), torch.ones(4, requires_grad=True)
 
     def step():
         x.grad = None
-        Undefined.apply(x, unused).sum().backward()
+        undefined.apply(x, unused).sum().backward()
 
     measured = measure(step, "cpu", resident=(x, unused), repeats=0)
     assert unused.grad is None
     assert measured.categories["gradients"] == 8 * FP32 and consistent(measured)
 
 
-def test_agrees_with_the_allocators_own_counter(mlp):
-    model, x = mlp
+def test_agrees_with_the_allocators_own_counter(model, x):
     seen = []
     actions = meter_cpu._actions
 
@@ -109,11 +101,8 @@ def test_agrees_with_the_allocators_own_counter(mlp):
             event = stack.pop()
             stack += event.children
             events.append(event)
-        allocations = [
-            event.typed[1]
-            for event in sorted(events, key=lambda event: event.start_time_ns)
-            if event.name == "[memory]"
-        ]
+        events.sort(key=lambda event: event.start_time_ns)
+        allocations = [event.typed[1] for event in events if event.name == "[memory]"]
         # The allocator's running total moves by the size of each event, so none is lost or out of order.
         for before, event in zip(allocations, allocations[1:]):
             seen.append(event.total_allocated - before.total_allocated == event.alloc_size)
@@ -125,8 +114,7 @@ def test_agrees_with_the_allocators_own_counter(mlp):
     assert len(seen) > 50 and all(seen)
 
 
-def test_gradients_that_remain_count_as_gradients(mlp):
-    model, x = mlp
+def test_gradients_that_remain_count_as_gradients(model, x):
     measured = measure(lambda: model(x).sum().backward(), resident=[[model, [x]]], repeats=0)
     gradients = 4 * (WEIGHT + BIAS)
     assert measured.timeline.live[0] == measured.timeline.live[-1] == gradients  # accumulated in place
@@ -136,10 +124,7 @@ def test_gradients_that_remain_count_as_gradients(mlp):
     assert fresh.timeline.live[0] == 0 and fresh.timeline.at(-1)["gradients"] == fresh.timeline.live[-1] == gradients
 
 
-def test_gradients_dropped_in_the_step_are_recognised(mlp):
-    """After zero_grad at the end of the step, no storage belongs to a .grad any more."""
-    model, x = mlp
-
+def test_gradients_dropped_in_the_step_are_recognised(model, x):
     def step():
         model(x).sum().backward()
         model.zero_grad(set_to_none=True)
@@ -148,8 +133,7 @@ def test_gradients_dropped_in_the_step_are_recognised(mlp):
     assert max(measured.timeline.categories["gradients"]) == 4 * (WEIGHT + BIAS)
 
 
-def test_new_optimizer_state_is_optimizer(mlp):
-    model, x = mlp
+def test_new_optimizer_state_is_optimizer(model, x):
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -187,16 +171,11 @@ def test_sparse_gradients():
     table = torch.nn.Embedding(10, D, sparse=True)
     index = torch.tensor([1, 3, 3])
 
-    def step():
-        table(index).sum().backward()
-
-    measured = measure(step, resident=(table, index), warmup=0, repeats=0)
+    measured = measure(lambda: table(index).sum().backward(), resident=(table, index), warmup=0, repeats=0)
     assert measured.timeline.at(-1)["gradients"] > 0 and consistent(measured)
 
 
-def test_a_failing_step_leaves_nothing_behind(mlp):
-    model, x = mlp
-
+def test_a_failing_step_leaves_nothing_behind(model, x):
     def step():
         model(x).sum().backward()
         raise KeyError("from the step")
@@ -207,8 +186,7 @@ def test_a_failing_step_leaves_nothing_behind(mlp):
     assert measure(lambda: model(x), resident=(model, x), repeats=0).dynamic_peak_bytes > 0
 
 
-def test_seconds_and_flops_are_measured(mlp):
-    model, x = mlp
+def test_seconds_and_flops_are_measured(model, x):
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=3)
     seconds = measured.seconds
     assert len(seconds.samples) == 3 and seconds.low <= seconds.median <= seconds.high
@@ -218,8 +196,7 @@ def test_seconds_and_flops_are_measured(mlp):
     assert [name for name in data if "second" in name] == ["seconds"]
 
 
-def test_a_measurement_is_printed_without_its_timeline(mlp):
-    model, x = mlp
+def test_a_measurement_is_printed_without_its_timeline(model, x):
     measured = measure(lambda: model(x).sum().backward(), resident=(model, x), repeats=1)
     sizes = memory_format(measured.peak_bytes), memory_format(measured.resident_bytes)
     said = re.fullmatch(r"<Measurement on cpu: peak (.+), (.+) of it resident, \S+ ms, \S+ GFLOP>", repr(measured))
@@ -229,7 +206,6 @@ def test_a_measurement_is_printed_without_its_timeline(mlp):
 
 
 def test_measuring_prints_nothing():
-    """Prints neither the profiler's log nor the allocator's warning about blocks from before the profile."""
     program = (
         "import torch, ackpt\n"
         "model, x, kept = torch.nn.Linear(8, 8), torch.ones(4, 8), {}\n"
@@ -348,8 +324,6 @@ def test_grouped_query_attention_counts():
 
 
 class TestCompiled:
-    """Compiled code is counted as it runs, and is not compiled again."""
-
     @pytest.fixture(autouse=True)
     def fresh(self):
         torch._dynamo.reset()
@@ -404,8 +378,7 @@ class TestCompiled:
         """A single matrix product, which Inductor delegates to torch, so that no C++ is compiled."""
         x = torch.randn(N, D)
         call = torch.compile(lambda x: x @ x.t())
-        with pytest.raises(UncountedFlops, match=r"code that Inductor generated \(1 times\)"):
-            count_flops(lambda: call(x))
+        raises(UncountedFlops, r"code that Inductor generated \(1 times\)", lambda: count_flops(lambda: call(x)))
         with pytest.warns(UserWarning, match="code that Inductor generated") as warned:
             measured = ackpt.measure(lambda: call(x), resident=(x,), repeats=0)
         assert measured.flops is None and measured.dynamic_peak_bytes == N * N * 4

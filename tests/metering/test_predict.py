@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import raises
+from conftest import model_of, raises
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -61,7 +61,6 @@ def transformer(checkpointed=False):
 
 
 def both(make, optimizer=None, dtype=None, **options):
-    """The same step measured and predicted."""
     results = []
     for meter, mode in ((measure, contextlib.nullcontext()), (predict, FakeTensorMode())):
         with mode:
@@ -119,19 +118,15 @@ def test_regions_are_equal_to_the_byte_with_prefetches_and_rng_states(run):
     assert predicted.peak_bytes == measured.peak_bytes
 
 
-class OwnGenerator(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.generator = nn.Linear(16, 16), torch.Generator().manual_seed(3)
-
+def test_the_states_of_own_generators_count_and_are_as_before():
     def forward(self, x):
         draws = torch.rand(x.shape, generator=self.generator), torch.poisson(x.abs(), self.generator)
         return self.linear(x * (draws[0] > 0.3) + draws[1])
 
-
-def test_the_states_of_own_generators_count_and_are_as_before():
     def make():
-        return nn.Sequential(OwnGenerator(), OwnGenerator()), torch.ones(4, 16, requires_grad=True), loss_of
+        generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+        blocks = (model_of(forward, linear=nn.Linear(16, 16), generator=each) for each in generators)
+        return nn.Sequential(*blocks), torch.ones(4, 16, requires_grad=True), loss_of
 
     def loss_of(model, x):
         return ackpt.checkpoint_sequential(model, 2, x).sum()

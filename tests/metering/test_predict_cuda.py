@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import model_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,8 +18,6 @@ from ackpt.metering.prediction import predict
 
 
 class Log(TorchDispatchMode):
-    """Records the operations that run, with the shapes and dtypes of their outputs."""
-
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -132,17 +131,6 @@ def test_cuda_step():
     assert step_bytes("cuda", True)[1] < step_bytes("cpu", True)[1]
 
 
-class Heads(torch.nn.Module):
-    def __init__(self, heads, width, dtype=torch.float32, **options):
-        super().__init__()
-        self.heads, self.options = heads, options
-        self.qkv = torch.nn.Linear(heads * width, 3 * heads * width, bias=False, dtype=dtype)
-
-    def forward(self, x, mask=None):
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(q, k, v, mask, **self.options)
-
-
 BATCH, LENGTH, HEADS, WIDTH = 2, 100, 4, 16
 OUTPUT = BATCH * LENGTH * HEADS * WIDTH  # elements
 ROWS = BATCH * HEADS * LENGTH
@@ -152,8 +140,14 @@ FLASH_STATE, EFFICIENT_STATE = 16 + 8, 8 + 8  # of the random generator: flash_a
 
 def attention_saves(dtype, masked=False, context=contextlib.nullcontext, **options):
     """Bytes at the end of forward, without queries, keys and values."""
+
+    def forward(self, x, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+
     with FakeTensorMode():
-        model = Heads(HEADS, WIDTH, dtype, **options)
+        qkv = torch.nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH, bias=False, dtype=dtype)
+        model = model_of(forward, heads=HEADS, options=options, qkv=qkv)
         x = torch.empty(BATCH, LENGTH, HEADS * WIDTH, dtype=dtype)
         mask = torch.empty(LENGTH, LENGTH, dtype=torch.bool) if masked else None
 

@@ -8,7 +8,8 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from caches import Attends, in_closure, in_default, in_dict, in_list, mask
+from conftest import function_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ackpt
@@ -16,27 +17,8 @@ from ackpt.metering.meter import measure
 from ackpt.metering.prediction import predict
 
 ELEMENTS = 100_000
-
-
-class UsesItsGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.sin() + gradient
-
-
-class OneGradientForTwo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        return x + y
-
-    @staticmethod
-    def backward(ctx, gradient):
-        shared = gradient.sin()
-        return shared, shared
+UsesItsGradient = function_of(lambda ctx, x: x * 2, lambda ctx, gradient: gradient.sin() + gradient)
+OneGradientForTwo = function_of(lambda ctx, x, y: x + y, lambda ctx, gradient: (gradient.sin(),) * 2)
 
 
 def three_uses(h):
@@ -130,7 +112,6 @@ def to_several(loss, h, x):
 
 
 def both(loss_of, run=backward):
-    """The same step measured and predicted."""
     results = []
     for meter, options, mode in ((measure, {"repeats": 0}, contextlib.nullcontext()), (predict, {}, FakeTensorMode())):
         with mode:
@@ -195,23 +176,9 @@ def test_a_dispatch_mode_of_the_step_sees_its_operations():
     assert predict(step, resident=(x,)).peak_bytes >= 4 * ELEMENTS
 
 
-def mask(length: int) -> torch.Tensor:
-    return torch.full((length, length), -1e4).triu(1)
-
-
-class Attends(nn.Module):
-    """Adds ``mask_of(model, length)`` to its scores."""
-
+class Shares(Attends):
     of_class = None
-    known: dict = {}
-
-    def __init__(self, mask_of):
-        super().__init__()
-        self.mask_of, self.linear = mask_of, nn.Linear(8, 8)
-
-    def forward(self, x):
-        q = self.linear(x)
-        return ((q @ q.transpose(1, 2) + self.mask_of(self, x.shape[1])).softmax(-1) @ q).square().mean()
+    shared: dict = {}
 
 
 GLOBAL: dict = {}
@@ -225,58 +192,25 @@ class Table:
         self.mask = None
 
 
-TABLE = Table()
-
-
-@functools.lru_cache
-def cached(length):
-    return mask(length)
-
-
-def in_dict(dict_of, put=lambda table: table, get=lambda value: value):
-    def mask_of(model, length):
-        return get(dict_of(model).setdefault(length, put(mask(length))))
-
-    return mask_of
+TABLE, CACHED = Table(), functools.lru_cache(mask)
 
 
 def in_attribute(owner, name):
-    def mask_of(model, length):
+    def mask_of(model, x):
         if getattr(owner, name, None) is None:
-            setattr(owner, name, mask(length))
+            setattr(owner, name, mask(x.shape[1]))
         return getattr(owner, name)
 
     return mask_of
 
 
-def in_list(model, length):
-    if not LIST:
-        LIST.append(mask(length))
-    return LIST[0]
-
-
-def in_default(model, length, known={}):  # noqa: B006
-    return known.setdefault(length, mask(length))
-
-
-def in_closure():
-    table = None
-
-    def mask_of(model, length):
-        nonlocal table
-        table = mask(length) if table is None else table
-        return table
-
-    return mask_of
-
-
-def logs_activations(model, length):
+def logs_activations(model, x):
     LIST.append(model.linear.weight * 2)
-    return mask(length)
+    return mask(x.shape[1])
 
 
 PLACES = {
-    "cache": lambda model, length: cached(length),
+    "cache": lambda model, x: CACHED(x.shape[1]),
     "dict": in_dict(lambda model: GLOBAL, lambda table: table.repeat(2, 2)[: len(table), : len(table)]),
     "tuple": in_dict(lambda model: GLOBAL, lambda table: (table,), lambda value: value[0]),
     "nested dict": in_dict(
@@ -284,12 +218,12 @@ PLACES = {
         lambda table: {"mask": types.SimpleNamespace(both=[table])},
         lambda value: value["mask"].both[0],
     ),
-    "list": in_list,
+    "list": in_list(LIST),
     "global": in_attribute(sys.modules[__name__], "NAME"),
-    "class": in_attribute(Attends, "of_class"),
-    "new attribute of the class": in_attribute(Attends, "new"),
+    "class": in_attribute(Shares, "of_class"),
+    "new attribute of the class": in_attribute(Shares, "new"),
     "object": in_attribute(TABLE, "mask"),
-    "dict of the class": in_dict(lambda model: model.known),
+    "dict of the class": in_dict(lambda model: model.shared),
     "default": in_default,
     "function": in_attribute(in_default, "mask"),
     "closure": in_closure,
@@ -317,35 +251,35 @@ def test_a_prediction_leaves_no_cached_tensors(kind, place):
     mask_of = in_closure() if place == "closure" else PLACES[place]
     context = FakeTensorMode() if kind == "fake" else torch.device("meta")
     with context:
-        model, x = Attends(mask_of), torch.empty(2, 6, 8)
+        model, x = Shares(mask_of), torch.empty(2, 6, 8)
     predicted(model, x, contextlib.nullcontext if kind == "fake" else lambda: context)
-    assert NESTED == {"masks": {}} and not GLOBAL and not LIST and not Attends.known and TABLE.mask is NAME is None
-    real = Attends(mask_of)
+    assert NESTED == {"masks": {}} and not GLOBAL and not LIST and not Shares.shared and TABLE.mask is NAME is None
+    real = Shares(mask_of)
     loss = real(torch.randn(2, 6, 8))
     loss.backward()
     assert type(loss) is torch.Tensor and torch.isfinite(loss)
-    GLOBAL.clear(), NESTED["masks"].clear(), LIST.clear(), Attends.known.clear(), cached.cache_clear()
+    GLOBAL.clear(), NESTED["masks"].clear(), LIST.clear(), Shares.shared.clear(), CACHED.cache_clear()
     in_default.__defaults__[0].clear()
     globals().update(NAME=None)
-    Attends.of_class = TABLE.mask = None
-    for owner, name in ((Attends, "new"), (in_default, "mask")):
+    Shares.of_class = TABLE.mask = None
+    for owner, name in ((Shares, "new"), (in_default, "mask")):
         if name in vars(owner):
             delattr(owner, name)
 
 
 def test_a_failed_prediction_leaves_no_cached_tensors():
     with FakeTensorMode():
-        model, x = Attends(PLACES["dict"]), torch.empty(2, 6, 8)
+        model, x = Shares(PLACES["dict"]), torch.empty(2, 6, 8)
     with pytest.raises(ackpt.MeterError, match="needs the values of a tensor"):
         ackpt.predict(lambda: model(x).item(), resident=(model, x))
     assert not GLOBAL
 
 
 def test_earlier_caches_and_state_of_the_step_are_kept():
-    four = cached(4)
+    four = CACHED(4)
     GLOBAL[4] = four
     with FakeTensorMode():
-        model, x, counter = Attends(PLACES["dict"]), torch.empty(2, 6, 8), {"steps": torch.zeros(())}
+        model, x, counter = Shares(PLACES["dict"]), torch.empty(2, 6, 8), {"steps": torch.zeros(())}
         scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -357,7 +291,7 @@ def test_earlier_caches_and_state_of_the_step_are_kept():
 
     for _ in range(2):
         ackpt.predict(step, resident=(model, x), warmup=0)
-    assert GLOBAL == {4: four} and cached(4) is four and "steps" in counter and scaler._scale is not None
+    assert GLOBAL == {4: four} and CACHED(4) is four and "steps" in counter and scaler._scale is not None
     assert all("exp_avg" in optimizer.state[each] and each.grad is not None for each in model.parameters())
     GLOBAL.clear()
-    cached.cache_clear()
+    CACHED.cache_clear()

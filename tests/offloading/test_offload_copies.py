@@ -78,8 +78,6 @@ def test_an_input_of_several_regions_is_copied_once(mode):
 
 
 class Weights(nn.Module):
-    """Uses parameters and buffers in every form, and computes one activation per form."""
-
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(matrix(0.1))
@@ -124,7 +122,9 @@ def test_parameters_and_buffers_are_never_copied(mode, model):
     assert_empty(chosen.engine)
 
 
-def rotated(inside):
+@pytest.mark.parametrize("inside", ["region", "context"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
     def forward(self, x):
         x = self.linear(x)
         if self.inside == "region":
@@ -132,13 +132,10 @@ def rotated(inside):
         with offload("sync"):
             return (x * self.rope).sin()
 
-    return model_of(forward, linear=nn.Linear(SIDE, SIDE), inside=inside, rope=nn.Buffer(matrix()))
-
-
-@pytest.mark.parametrize("inside", ["region", "context"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_buffers_are_known_in_a_recompute_too(checkpointed, inside):
-    model, engine = nn.Sequential(*(rotated(inside) for _ in range(3))), offload("sync").engine
+    model = nn.Sequential(
+        *(model_of(forward, linear=nn.Linear(SIDE, SIDE), inside=inside, rope=nn.Buffer(matrix())) for _ in range(3))
+    )
+    engine = offload("sync").engine
     if checkpointed:
         ackpt.apply_activation_checkpointing(model, ["0", "1", "2"])
     engine.reset_stats()

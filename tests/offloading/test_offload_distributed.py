@@ -5,27 +5,13 @@ import copy
 
 import pytest
 import torch
-from processes import in_processes
+from processes import in_processes, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ackpt
 
 DIM, TOKENS, LAYERS = 64, 320, 4  # one input of a layer is 80 KiB: above the default of min_bytes
-
-
-def model():
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)) for _ in range(LAYERS)]
-    return nn.Sequential(*layers)
-
-
-def shard(made):
-    from torch.distributed.fsdp import fully_shard
-
-    for layer in made:
-        fully_shard(layer)
-    return fully_shard(made)
 
 
 def checkpointed(offload):
@@ -43,14 +29,12 @@ def saved(mode):
     return lambda made: made, offload, offload
 
 
-def disk(folder):
-    return checkpointed(ackpt.offload_saved_tensors("async", "disk", folder=folder, keep_last=0))
-
-
 WAYS = {
     "checkpoint, sync": lambda folder: checkpointed("sync"),
     "checkpoint, async": lambda folder: checkpointed("async"),
-    "checkpoint, async, disk": disk,
+    "checkpoint, async, disk": lambda folder: checkpointed(
+        ackpt.offload_saved_tensors("async", "disk", folder=folder, keep_last=0)
+    ),
     "saved tensors, sync": lambda folder: saved("sync"),
     "saved tensors, async": lambda folder: saved("async"),
 }
@@ -77,9 +61,12 @@ def train_on_rank(made, around, rank):
     return [(value.to_local() if hasattr(value, "to_local") else value).clone() for value in found]
 
 
-def compare(distribute, way, rank, folder):
+def compare(name, rank, folder):
     """Descriptions of all differences; empty if there are none."""
-    reference = model()
+    distribute, way = SCENARIOS[name]
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)) for _ in range(LAYERS)]
+    reference = nn.Sequential(*layers)
     other = copy.deepcopy(reference)
     plain = train_on_rank(distribute(reference), contextlib.nullcontext(), rank)
     wrap, around, offload = WAYS[way](folder)
@@ -96,13 +83,9 @@ def compare(distribute, way, rank, folder):
     return wrong
 
 
-def scenario(name, rank, folder):
-    return compare(*SCENARIOS[name], rank, folder)
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return in_processes(scenario, SCENARIOS, tmp_path_factory.mktemp("processes"))
+    return in_processes(compare, SCENARIOS, tmp_path_factory.mktemp("processes"))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

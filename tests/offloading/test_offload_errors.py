@@ -47,17 +47,14 @@ def test_unknown_modes_and_stores_name_the_choices(options, message):
     raises(ValueError, message, lambda: ackpt.offload_saved_tensors(**options))
 
 
-def calls(layers, offload):
-    """Calls of all functions with an `offload` argument, which they must refuse before anything runs."""
-    yield lambda: ackpt.checkpoint(layers, matrix(), offload=offload)
-    yield lambda: ackpt.checkpoint_sequential(layers, 2, matrix(), offload=offload)
-    yield lambda: ackpt.apply_activation_checkpointing(layers, offload=offload)
-
-
 @pytest.mark.parametrize("offload", ["later", "SYNC", "", True, 1, ackpt.offload_saved_tensors, nn.Identity()])
 def test_an_unknown_offload_is_refused_everywhere(offload):
     layers = blocks(2)
-    for call in calls(layers, offload):
+    for call in (
+        lambda: ackpt.checkpoint(layers, matrix(), offload=offload),
+        lambda: ackpt.checkpoint_sequential(layers, 2, matrix(), offload=offload),
+        lambda: ackpt.apply_activation_checkpointing(layers, offload=offload),
+    ):
         with raises_cleanly(ValueError, "offload=.* is unknown: choose None, 'sync', 'async', or pass"):
             call()
     assert ackpt.remove_activation_checkpointing(layers) == []
@@ -147,11 +144,6 @@ def test_a_full_disk_fails_the_step_and_nothing_else(mode, way, room, fills_up, 
     assert_empty(chosen.engine)
 
 
-def python(code, *args, **options):
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
 @pytest.mark.parametrize("how", ["killed", "exit in mid-step", "error in mid-step"])
 def test_no_file_remains_when_a_process_ends_during_a_step(how, tmp_path):
     code = """
@@ -170,7 +162,9 @@ def test_no_file_remains_when_a_process_ends_during_a_step(how, tmp_path):
             sys.exit(3) if sys.argv[2].startswith("exit") else None
             raise KeyError("in mid-step")
     """
-    process = python(code, tmp_path, how, stdin=subprocess.PIPE)
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(tmp_path), how]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, text=True, **pipes)
     stored, mapped = map(int, process.stdout.readline().split())
     assert stored == 7 and mapped >= 3  # there are files, without names
     assert list(tmp_path.iterdir()) == []

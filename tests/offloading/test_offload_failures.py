@@ -27,7 +27,6 @@ def failure(step, *args):
 
 
 def count_moves(monkeypatch, kind, mode):
-    """The number of copies in one step."""
     counted, move = [], transport._move
     monkeypatch.setattr(transport, "_move", lambda *args: (counted.append(1), move(*args)))
     run_network(kind, own_engine(mode, keep_last=0), 1)
@@ -36,7 +35,6 @@ def count_moves(monkeypatch, kind, mode):
 
 
 def failing_at(monkeypatch, number):
-    """Make only the copy with this number fail."""
     move, count, lock = transport._move, iter(range(10**6)), threading.Lock()
 
     def fails_once(*args):
@@ -52,15 +50,12 @@ def failing_at(monkeypatch, number):
 @KINDS
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_copy_that_fails_fails_the_step_and_no_other(network_right, monkeypatch, kind, mode):
-    moves = count_moves(monkeypatch, kind, mode)
+    moves, said = count_moves(monkeypatch, kind, mode), "a copy to or from the offload store failed: the bus is down"
     assert moves >= 8
     for number in range(moves):
         offload = own_engine(mode, keep_last=0)
         failing_at(monkeypatch, number)
-        assert failure(run_network, kind, offload, 1) == (
-            "a copy to or from the offload store failed: the bus is down",
-            OSError,
-        )
+        assert failure(run_network, kind, offload, 1) == (said, OSError)
         torch.manual_seed(0)
         made = run_network(kind, offload, 2)
         assert differing(made, network_right[: len(made)]) == 0, number
@@ -105,12 +100,13 @@ def test_a_failed_copy_does_not_break_a_later_step_of_other_sizes(monkeypatch, k
     assert offload.engine.stats()["pool_bytes"] == 0
 
 
+def refused(*args, **options):
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_copy_that_cannot_be_submitted_leaves_the_counts_right(monkeypatch):
     offload = own_engine(keep_last=0)
     x = torch.randn(64, 64, requires_grad=True)
-
-    def refused(*args, **options):
-        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(transport.CpuTransport, "copy_out", refused)
@@ -126,9 +122,6 @@ def test_a_reload_that_cannot_be_submitted_is_not_counted(monkeypatch):
     x = torch.randn(64, 64, requires_grad=True)
     with offload:
         y = (x * 2).square()
-
-    def refused(*args, **options):
-        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
         patched.setattr(transport.CpuTransport, "copy_in", refused)

@@ -6,18 +6,7 @@ import threading
 import pytest
 import torch
 from conftest import Case, assert_same, model_of, plain_call, raises, run_step
-from offload_helpers import (
-    MODES,
-    SIDE,
-    SIZE,
-    assert_empty,
-    blocks,
-    counts,
-    fresh,
-    matrix,
-    offload,
-    region,
-)
+from offload_helpers import MODES, SIDE, SIZE, assert_empty, blocks, counts, fresh, matrix, offload, region
 from torch import nn
 
 import ackpt
@@ -212,15 +201,6 @@ def test_sparse_tensors_and_subclasses_stay():
     assert counts(chosen.engine, "copies_out") == {"copies_out": 0}
 
 
-def tangents(transform):
-    """Uses transforms of torch.func, whose tensors have no storage."""
-    return model_of(
-        lambda self, x: self.transform(self.layers, x),
-        layers=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)),
-        transform=transform,
-    )
-
-
 TRANSFORMS = {
     "jvp": lambda f, x: sum(part.square().sum() for part in torch.func.jvp(f, (x,), (x.cos(),))),
     "vmap": lambda f, x: torch.func.vmap(f)(x).square().sum(),
@@ -231,7 +211,12 @@ TRANSFORMS = {
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_tensors_of_torch_func_transforms_stay_on_the_device(name, mode):
-    model, x, results = tangents(TRANSFORMS[name]), torch.randn(64, 16), []
+    model = model_of(
+        lambda self, x: self.transform(self.layers, x),
+        layers=nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)),
+        transform=TRANSFORMS[name],
+    )
+    x, results = torch.randn(64, 16), []
     for saving in (contextlib.nullcontext(), ackpt.offload_saved_tensors(mode, min_bytes=0)):
         model.zero_grad()
         with saving:
@@ -251,7 +236,6 @@ CHANGES = {
 
 @pytest.fixture
 def gate(monkeypatch):
-    """An event that all copies wait for."""
     opened, move = threading.Event(), ackpt.offloading.transport._move
 
     def waits(*args):

@@ -1,5 +1,6 @@
 """Graphs that end in many ways: the gradients are right, and the store is empty afterwards."""
 
+import concurrent.futures
 import functools
 import gc
 import threading
@@ -65,10 +66,7 @@ def nested_checkpoints(context, call, model, x):
     def two(x):
         return call(model[1], call(model[0], x).sin()).sin()
 
-    def outer(x):
-        return call(two, call(model[2], x).cos()).sin()
-
-    call(outer, call(two, x * 2)).sum().backward()
+    call(lambda x: call(two, call(model[2], x).cos()).sin(), call(two, x * 2)).sum().backward()
 
 
 def no_grad_and_eval_between(context, call, model, x):
@@ -186,7 +184,6 @@ SCENARIOS = {
 
 
 def run(scenario, context, call):
-    """What the scenario returns, and the gradients that it leaves."""
     seed(1)
     model, x = blocks(3), matrix().requires_grad_()
     return [*(SCENARIOS[scenario](context, call, model, x) or ()), *gradients(model, x)]
@@ -274,22 +271,18 @@ def test_threads_share_an_engine(mode, count):
         for scale in (1, 2, 3):
             forward(*plain(), model, x * scale).sum().backward()
         expected.append(gradients(model))
-    barrier, found = threading.Barrier(count), {}
+    barrier = threading.Barrier(count)
     context().engine.reset_stats()
 
-    def work(place):
+    def work(model):
         barrier.wait()
         for scale in (1, 2, 3):
-            forward(context, call, models[place], x * scale).sum().backward()
-        found[place] = gradients(models[place])
+            forward(context, call, model, x * scale).sum().backward()
+        return gradients(model)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for place in range(count):
-        assert_equal(expected[place], found[place], "gradient")
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        for wanted, found in zip(expected, pool.map(work, models)):
+            assert_equal(wanted, found, "gradient")
     assert counts(context().engine, "copies_out")["copies_out"] > 3 * count
     assert_empty(context().engine)
 

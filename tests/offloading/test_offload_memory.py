@@ -6,7 +6,6 @@ of the earlier regions, except the first region's input, which the caller holds,
 
 import contextlib
 import functools
-import gc
 
 import pytest
 import torch
@@ -21,15 +20,6 @@ from ackpt.offloading.engine import observers
 
 SIDE, TOKENS = 128, 256
 BOUNDARY = TOKENS * SIDE * 4  # bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collections():
-    """Exclude torch's own objects from garbage collection, which every measurement runs."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Chain(nn.Module):
@@ -100,11 +90,6 @@ def peaks(measurement) -> tuple[int, int]:
     return max(live[:boundary]), max(live[boundary:])
 
 
-def boundaries(size) -> int:
-    """Whole boundaries; scalars and norms' numbers per row do not count."""
-    return size // BOUNDARY
-
-
 @pytest.mark.parametrize(
     ("kind", "length", "keep_last"), [(Chain, 3, 1), (Chain, 6, 0), (Chain, 6, 1), (Chain, 6, 2), (AutoEncoder, 6, 1)]
 )
@@ -131,7 +116,7 @@ def test_device_memory_does_not_grow_during_the_forward(kind, how):
     elif kind is Chain or not how.startswith("saved"):
         assert long == short
     else:  # what is smaller than min_bytes stays
-        assert boundaries(long - short) == 0
+        assert (long - short) // BOUNDARY == 0
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])
@@ -163,7 +148,6 @@ def test_nothing_is_allocated_for_the_store_after_the_first_step(kind, how, stor
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 3])
 def test_copies_in_flight_are_bounded_in_both_directions(lookahead):
-    """Bounds the bytes of submitted copies that compute has not waited for yet."""
     chosen = offload("async", lookahead_bytes=lookahead * BOUNDARY, keep_last=1)
     x, on_the_way, most = torch.ones(TOKENS, SIDE, requires_grad=True), {}, {"out": 0, "in": 0}
 

@@ -26,7 +26,6 @@ def one_stream(program):
 
 
 def side_stream(program):
-    """Run everything on a user's stream."""
     (stream,) = streams_of(program.machine, 1)
 
     def forward():

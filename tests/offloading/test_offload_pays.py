@@ -78,10 +78,7 @@ def test_the_length_from_which_offload_pays():
 def test_a_bandwidth_is_measured(monkeypatch):
     sizes = []
 
-    def one_second(event):
-        return 1.0 if event.done() else 0.0
-
-    monkeypatch.setattr("ackpt.offloading.cpu_streams.Event.seconds", one_second)
+    monkeypatch.setattr("ackpt.offloading.cpu_streams.Event.seconds", lambda event: 1.0 if event.done() else 0.0)
     monkeypatch.setattr("ackpt.offloading.transport._move", lambda buffer, target, source, size: sizes.append(size))
     pays = offload_pays(100, {8: 1.0}, tokens=50)
     assert pays.bandwidth == 5000  # 50 tokens in a second

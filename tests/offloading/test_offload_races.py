@@ -6,15 +6,7 @@ The same check with transports that are broken on purpose must find wrong bits, 
 import late
 import pytest
 from late import Arena, LateTransport, late_offload
-from steps import (
-    BYTES,
-    KINDS,
-    LAYERS,
-    STEPS,
-    differing,
-    in_regions,
-    train,
-)
+from steps import BYTES, KINDS, LAYERS, STEPS, differing, in_regions, train
 
 import ackpt
 from ackpt.offloading import engine as offload_engine
@@ -29,7 +21,6 @@ def right():
 
 @pytest.fixture
 def made_late():
-    """A factory of transports, all of whose copies run at the end of the test."""
     transports = []
 
     def make(kind=LateTransport):

@@ -22,8 +22,6 @@ def refused(size):
 
 
 class Made:
-    """Replaces `allocate` and counts its calls."""
-
     def __init__(self):
         self.sizes = []
 
@@ -33,8 +31,6 @@ class Made:
 
 
 class Ended:
-    """An event that counts how often it was waited for."""
-
     def __init__(self):
         self.waits = 0
 

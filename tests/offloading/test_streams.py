@@ -17,7 +17,6 @@ LONG = 20  # seconds that no test comes near
 
 @pytest.fixture
 def gate():
-    """Work that waits for this gate does not start until the test opens it."""
     event = threading.Event()
     yield event
     event.set()
@@ -94,17 +93,15 @@ def test_seconds_exclude_the_waiting_before_the_work(gate):
 def test_a_stream_without_references_ends():
     stream = Stream("test")
     stream.submit(lambda: None).wait()
-    reference, threads = weakref.ref(stream), [stream._thread]
+    reference, thread = weakref.ref(stream), stream._thread
     del stream
     gc.collect()
     assert reference() is None
-    for thread in threads:
-        thread.join(LONG)
-    assert not any(thread.is_alive() for thread in threads)
+    thread.join(LONG)
+    assert not thread.is_alive()
 
 
 def in_a_child(work) -> bool:
-    """Whether `work` returned true in a forked process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this process has threads; newer versions of Python warn of that
         pid = os.fork()

@@ -21,7 +21,6 @@ class Setting:
         self.in_use = []
 
     def take(self):
-        """A buffer that stays in use."""
         self.in_use.append(self.pool.take(SIZE))
         return self.in_use[-1]
 

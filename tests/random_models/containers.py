@@ -7,11 +7,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 
-from .part import WIDTH, Part, channels_first, channels_last, part
+from .part import WIDTH, Part, channels_first, channels_last
 
 
-@part(inner=(2, 4))
-class ListsInList(Part):
+class ListsInList(Part, inner=(2, 4)):
     """x-transformers' layout: a ModuleList of ModuleLists, [norm, layer, residual], whose members are called."""
 
     def setup(self, draw, inner):
@@ -25,8 +24,7 @@ class ListsInList(Part):
         return x
 
 
-@part(inner=(2, 3))
-class NamedBranches(Part):
+class NamedBranches(Part, inner=(2, 3)):
     """A ModuleDict whose branches are chosen by name and summed."""
 
     def setup(self, draw, inner):
@@ -41,8 +39,6 @@ class NamedBranches(Part):
 
 
 class Chain(nn.Sequential):
-    """A Sequential whose forward has a mind of its own."""
-
     def forward(self, input, skip=None, scale: float = 1.0):  # pyright: ignore[reportIncompatibleMethodOverride]
         x = input
         for module in self:
@@ -50,10 +46,7 @@ class Chain(nn.Sequential):
         return x * scale if skip is None else (x * scale).add_(skip)
 
 
-@part(inner=(1, 3))
-class SequentialSubclass(Part):
-    """A subclass of Sequential called with keywords and an optional tensor."""
-
+class SequentialSubclass(Part, inner=(1, 3)):
     def setup(self, draw, inner):
         self.chain = Chain(*inner)
         self.skips = draw.random() < 0.5
@@ -62,8 +55,7 @@ class SequentialSubclass(Part):
         return self.chain(x, skip=x if self.skips else None, scale=0.5)
 
 
-@part(inner=(1, 2))
-class CalledTwice(Part):
+class CalledTwice(Part, inner=(1, 2)):
     """A block that is called twice (ALBERT), or once more on half of the batch."""
 
     def setup(self, draw, inner):
@@ -76,10 +68,7 @@ class CalledTwice(Part):
         return x
 
 
-@part()
 class SharedWeights(Part):
-    """Two layers with one weight: the module twice in a list, a tied parameter, or a transposed use."""
-
     def setup(self, draw, inner):
         first = nn.Linear(WIDTH, WIDTH)
         self.how = draw.choice(["module", "parameter", "transposed"])
@@ -100,16 +89,11 @@ class SharedWeights(Part):
 
 @dataclasses.dataclass
 class Outputs:
-    """What a library's block returns."""
-
     hidden: torch.Tensor
     extra: torch.Tensor | None = None
 
 
-@part(inner=(1, 2))
-class Structured(Part):
-    """A block that returns a dict, a tuple or a dataclass, and takes keywords with optional tensors."""
-
+class Structured(Part, inner=(1, 2)):
     def setup(self, draw, inner):
         self.block = _Structured(draw.choice(["dict", "tuple", "dataclass"]), inner)
         self.uses = draw.random() < 0.5
@@ -137,10 +121,7 @@ class _Structured(nn.Module):
         return (out, None, 3) if self.how == "tuple" else Outputs(out, gate)
 
 
-@part(inner=(1, 2))
-class Hooked(Part):
-    """Hooks on a block: they change inputs or outputs, count, scale gradients, or keep what they see."""
-
+class Hooked(Part, inner=(1, 2)):
     def setup(self, draw, inner):
         self.block = nn.Sequential(*inner, nn.Tanh())
         self.how = draw.choice(["input", "output", "inner", "keep", "backward", "tensor", "backward pre"])
@@ -170,7 +151,6 @@ class Hooked(Part):
         return x + self.features.pop("last").mean() if self.how == "keep" else x
 
 
-@part()
 class Reparametrized(Part):
     """Weights that hooks or parametrizations compute: spectral and weight norm, old and new."""
 
@@ -198,8 +178,7 @@ class _Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-@part(inner=(1, 2))
-class Functional(Part):
+class Functional(Part, inner=(1, 2)):
     """A block called with other parameters by ``functional_call``, as meta-learning does.
 
     Not one with torch's checkpoint inside, whose recomputation silently takes the module's own parameters.
@@ -215,10 +194,7 @@ class Functional(Part):
         return functional_call(self.block, scaled, (x,))
 
 
-@part(inner=(1, 2), planned=False)
-class CallsForward(Part):
-    """A block called by its ``forward``, past its hooks, and another kept out of the modules, in a list."""
-
+class CallsForward(Part, inner=(1, 2), planned=False):
     def setup(self, draw, inner):
         self.block = inner[0]
         self.others = list(inner[1:])
@@ -230,8 +206,7 @@ class CallsForward(Part):
         return x
 
 
-@part(inner=(1, 2), planned=False)
-class SideLoss(Part):
+class SideLoss(Part, inner=(1, 2), planned=False):
     """A block that leaves an auxiliary loss in an attribute, which the model collects."""
 
     def setup(self, draw, inner):
@@ -244,10 +219,7 @@ class SideLoss(Part):
         return x
 
 
-@part(inner=(1, 3))
-class Residual(Part):
-    """A residual block, whose sum may be in place."""
-
+class Residual(Part, inner=(1, 3)):
     def setup(self, draw, inner):
         self.block = nn.Sequential(*inner)
         self.in_place = draw.random() < 0.4

@@ -7,13 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, part
+from .part import WIDTH, Part, at_restart
 
 
-@part()
 class Dropouts(Part):
-    """torch's dropouts, as modules and functions, in place or not."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["module", "in place", "function", "alpha", "feature alpha"])
         self.dropout = nn.Dropout(0.3, inplace=self.how == "in place")
@@ -28,10 +25,7 @@ class Dropouts(Part):
         return self.dropout(x * 1.5)
 
 
-@part("image")
-class Dropout2d(Part):
-    """Dropout of whole channels."""
-
+class Dropout2d(Part, kind="image"):
     def setup(self, draw, inner):
         self.dropout = nn.Dropout2d(0.3)
 
@@ -39,8 +33,7 @@ class Dropout2d(Part):
         return self.dropout(x)
 
 
-@part(inner=(1, 2))
-class DropPath(Part):
+class DropPath(Part, inner=(1, 2)):
     """Stochastic depth: timm's per sample, torchvision's, or by a value on the host."""
 
     def setup(self, draw, inner):
@@ -59,8 +52,7 @@ class DropPath(Part):
         return x + self.inner(x) if torch.rand(1).item() < 0.7 else x
 
 
-@part(inner=(1, 1), planned=False)
-class LayerDrop(Part):
+class LayerDrop(Part, inner=(1, 1), planned=False):
     """fairseq's layer drop: Python's random numbers decide whether a layer runs."""
 
     def setup(self, draw, inner):
@@ -80,10 +72,7 @@ def _restart():
     _LOCAL.seed(0)
 
 
-@part(planned=False)
-class OwnGenerator(Part):
-    """Noise of a generator that the module, or its file, holds."""
-
+class OwnGenerator(Part, planned=False):
     def setup(self, draw, inner):
         self.how = draw.choice(["torch", "numpy", "python", "file"])
         self.generator = torch.Generator().manual_seed(3)
@@ -98,10 +87,7 @@ class OwnGenerator(Part):
         return x * (self.python if self.how == "python" else _LOCAL).uniform(0.5, 1.5)
 
 
-@part()
 class Noise(Part):
-    """Noise of torch: added, multiplied, gumbel, leaky."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["normal", "uniform", "gumbel", "rrelu", "permuted", "multinomial"])
 
@@ -120,10 +106,7 @@ class Noise(Part):
         return x + 0.1 * x.flatten(1).gather(1, chosen).mean()
 
 
-@part(planned=False)
-class Mixup(Part):
-    """Mixes samples with a factor that numpy draws, on the host."""
-
+class Mixup(Part, planned=False):
     def forward(self, x):
         factor = np.random.beta(1.0, 1.0)  # noqa: NPY002
         return factor * x + (1 - factor) * x.flip(0)

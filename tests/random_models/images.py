@@ -19,10 +19,7 @@ class ConvNormAct(nn.Sequential):
         self.out_channels = WIDTH
 
 
-@part("image")
-class SqueezeExcite(Part):
-    """Channel attention with a multiplication, in place or not."""
-
+class SqueezeExcite(Part, kind="image"):
     def setup(self, draw, inner):
         self.down, self.up = nn.Conv2d(WIDTH, 2, 1), nn.Conv2d(2, WIDTH, 1)
         self.pool = nn.AdaptiveAvgPool2d(1)
@@ -33,10 +30,7 @@ class SqueezeExcite(Part):
         return (x * 1.0).mul_(scale) if self.in_place else scale * x
 
 
-@part("image")
-class Resampling(Part):
-    """Down and up again: pooling with indices, interpolation, strided and transposed convolutions, pixel shuffles."""
-
+class Resampling(Part, kind="image"):
     def setup(self, draw, inner):
         self.how = draw.choice(["unpool", "interpolate", "transposed", "shuffle", "unfold", "grid"])
         self.down = nn.Conv2d(WIDTH, WIDTH, 2, 2)
@@ -59,10 +53,7 @@ class Resampling(Part):
         return F.grid_sample(x, grid, align_corners=False)
 
 
-@part("image")
-class ChannelsLast(Part):
-    """A convolution that is computed in another memory format."""
-
+class ChannelsLast(Part, kind="image"):
     def setup(self, draw, inner):
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1)
         self.back = draw.random() < 0.5
@@ -72,8 +63,7 @@ class ChannelsLast(Part):
         return x.contiguous() if self.back else x
 
 
-@part("image")
-class ScalesLayers(Part):
+class ScalesLayers(Part, kind="image"):
     """ConvNeXt's block: depthwise convolution, channels last, and a learned scale of the branch."""
 
     def setup(self, draw, inner):
@@ -86,8 +76,7 @@ class ScalesLayers(Part):
         return x + found.permute(0, 3, 1, 2)
 
 
-@part("image")
-class DenseConnections(Part):
+class DenseConnections(Part, kind="image"):
     """DenseNet's block: every layer takes the concatenation of all before it."""
 
     def setup(self, draw, inner):
@@ -101,8 +90,7 @@ class DenseConnections(Part):
         return self.join(torch.cat(features, 1))
 
 
-@part("image")
-class SplitAttention(Part):
+class SplitAttention(Part, kind="image"):
     """Channels split into groups that take different ways, then shuffled (ShuffleNet)."""
 
     def setup(self, draw, inner):

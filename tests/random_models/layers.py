@@ -5,13 +5,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from .part import WIDTH, Part, channels_first, channels_last, part
+from .part import WIDTH, Part, channels_first, channels_last
 
 
-@part()
 class Linear(Part):
-    """A linear layer with an activation, in place or not."""
-
     def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
         acts = [nn.ReLU(True), nn.SiLU(True), nn.GELU(), nn.LeakyReLU(0.1, True), nn.Hardswish(), nn.PReLU(), nn.ELU()]
@@ -21,10 +18,7 @@ class Linear(Part):
         return channels_first(self.act(self.linear(channels_last(x))))
 
 
-@part()
 class Gated(Part):
-    """GLU variants by chunk, split, unbind or indexing."""
-
     def setup(self, draw, inner):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.how = draw.choice(["chunk", "split", "index", "unbind", "glu"])
@@ -44,8 +38,7 @@ class Gated(Part):
         return channels_first(self.down(one * F.silu(gate)))
 
 
-@part("sequence")
-class Attention(Part):
+class Attention(Part, kind="sequence"):
     """Attention by torch's function, with a mask, dropout, both or causal; or with an optional mask and own softmax."""
 
     def setup(self, draw, inner):
@@ -72,10 +65,7 @@ class Attention(Part):
         return self.out(found.transpose(1, 2).reshape(x.shape))
 
 
-@part("sequence")
-class TorchAttention(Part):
-    """torch's own attention module or encoder layer."""
-
+class TorchAttention(Part, kind="sequence"):
     def setup(self, draw, inner):
         self.layer = draw.random() < 0.5
         if self.layer:
@@ -93,8 +83,7 @@ class TorchAttention(Part):
         return x + found
 
 
-@part("sequence")
-class RelativePositions(Part):
+class RelativePositions(Part, kind="sequence"):
     """Swin's bias: a table indexed by a buffer."""
 
     def setup(self, draw, inner):
@@ -109,10 +98,7 @@ class RelativePositions(Part):
         return (q @ k.transpose(1, 2) + bias).softmax(-1) @ v
 
 
-@part("sequence")
-class Recurrent(Part):
-    """LSTM or GRU, with weights in one or two layers."""
-
+class Recurrent(Part, kind="sequence"):
     def setup(self, draw, inner):
         cls = draw.choice([nn.LSTM, nn.GRU])
         self.layers = cls(WIDTH, 32, draw.choice([1, 2]), batch_first=True, dropout=0.0)
@@ -123,8 +109,7 @@ class Recurrent(Part):
         return self.out(self.layers(x)[0])
 
 
-@part("sequence")
-class Scan(Part):
+class Scan(Part, kind="sequence"):
     """A state space model as a loop over time: rows written into one tensor, stacked, or cumulative sums."""
 
     def setup(self, draw, inner):
@@ -142,8 +127,7 @@ class Scan(Part):
         return torch.tanh(out if self.how == "write" else torch.stack(rows, 1))
 
 
-@part("sequence")
-class Spectral(Part):
+class Spectral(Part, kind="sequence"):
     """FNet's and GFNet's mixing by Fourier transforms, with a complex weight."""
 
     def setup(self, draw, inner):
@@ -154,10 +138,7 @@ class Spectral(Part):
         return torch.fft.irfft(found, n=WIDTH, dim=-1, norm="ortho")
 
 
-@part()
 class Experts(Part):
-    """A mixture of experts: top-1 by masks, or by indices whose number depends on values."""
-
     def setup(self, draw, inner):
         self.gate = nn.Linear(WIDTH, 3)
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
@@ -201,7 +182,6 @@ class _Reverse(torch.autograd.Function):
         return -ctx.factor * grad, None
 
 
-@part()
 class CustomFunctions(Part):
     """Own autograd functions: timm's swish, a gradient that is reversed by a factor that changes."""
 
@@ -217,10 +197,7 @@ class CustomFunctions(Part):
         return _Reverse.apply(x, self.factor) if self.reverse else _Swish.apply(x)
 
 
-@part(inner=(1, 2))
-class Autocast(Part):
-    """A part of the model in bfloat16, or one that leaves an autocast around it."""
-
+class Autocast(Part, inner=(1, 2)):
     def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.enabled = draw.random() < 0.7
@@ -231,10 +208,7 @@ class Autocast(Part):
         return found.to(x.dtype)
 
 
-@part(inner=(1, 2))
-class WithoutGradient(Part):
-    """A frozen branch under no_grad, or detached, beside a trained one."""
-
+class WithoutGradient(Part, inner=(1, 2)):
     def setup(self, draw, inner):
         self.inner = nn.Sequential(*inner)
         self.detaches = draw.random() < 0.5
@@ -249,7 +223,6 @@ class WithoutGradient(Part):
         return x + 0.5 * found
 
 
-@part()
 class TorchCheckpoint(Part):
     """A library's own switch: torch's checkpoint around its layers (no norms, whose statistics torch updates twice)."""
 
@@ -263,10 +236,7 @@ class TorchCheckpoint(Part):
         return channels_first(self.inner(last))
 
 
-@part()
 class Views(Part):
-    """Transposes, views, rolls and writes into views."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["write", "roll", "einsum", "transpose", "pad", "expand", "stride"])
         self.weight = nn.Parameter(torch.eye(WIDTH) + 0.1)

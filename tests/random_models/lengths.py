@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, part
+from .part import WIDTH, Part
 
 _FRACTIONS = (0.1, 0.3, 1 / 3, 0.7, 0.25)
 
@@ -15,8 +15,7 @@ def _resized(x, length, mode="nearest"):
     return F.interpolate(x.transpose(1, 2), size=length, mode=mode).transpose(1, 2)
 
 
-@part("sequence")
-class Fractions(Part):
+class Fractions(Part, kind="sequence"):
     """Keeps or pools a fraction of the tokens, and resizes them to the length."""
 
     def setup(self, draw, inner):
@@ -43,8 +42,7 @@ class Fractions(Part):
         return x + 0.5 * _resized(small, length, self.mode)
 
 
-@part("sequence")
-class Windows(Part):
+class Windows(Part, kind="sequence"):
     """Pads to windows, patches or chunks, whose number or length follows from the length."""
 
     def setup(self, draw, inner):
@@ -69,8 +67,7 @@ class Windows(Part):
         return (windows - 0.5 * windows.mean(2, keepdim=True)).flatten(1, 2)[:, :length]
 
 
-@part("sequence")
-class LengthScales(Part):
+class LengthScales(Part, kind="sequence"):
     """Multiplies by numbers that are computed from the length, or branches on them."""
 
     def setup(self, draw, inner):
@@ -106,8 +103,7 @@ class LengthScales(Part):
         return x * factors[self.how]()
 
 
-@part("sequence")
-class LengthPositions(Part):
+class LengthPositions(Part, kind="sequence"):
     """Positions of the length: rotary ones that are scaled, ALiBi's slopes, T5's buckets, grids with float steps."""
 
     def setup(self, draw, inner):

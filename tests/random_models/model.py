@@ -15,20 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import (  # noqa: F401  (they fill the catalog)
-    containers,
-    draws,
-    images,
-    layers,
-    lengths,
-    norms,
-    objects,
-    scripts,
-    settings,
-    state,
-)
+from . import containers, draws, images, layers, lengths, norms, objects, scripts, settings, state
 from .part import CATALOG, KINDS, WIDTH, Part
 
+FILL_THE_CATALOG = containers, draws, images, layers, lengths, norms, objects, scripts, settings, state
 WORDS, CLASSES = 20, 5
 SHAPES = (6, 12), (4, 14), (5, 17)  # rows and length; a capture of the first two serves the third
 
@@ -86,11 +76,8 @@ class Spec:
     def __str__(self) -> str:
         blocks = "; ".join(", ".join(map(str, block)) for block in self.blocks)
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        options = [
-            f"{name}={value}"
-            for name, value in vars(self).items()
-            if defaults[name] not in (value, dataclasses.MISSING)
-        ]
+        changed = (name for name, value in vars(self).items() if defaults[name] not in (value, dataclasses.MISSING))
+        options = [f"{name}={getattr(self, name)}" for name in changed]
         return f"{self.kind} [{blocks}]{' ' if options else ''}{' '.join(options)}"
 
 
@@ -151,8 +138,6 @@ def build(spec: Spec) -> Model:
 
 
 class Block(nn.Module):
-    """Parts one after the other."""
-
     def __init__(self, parts):
         super().__init__()
         self.parts = nn.ModuleList(parts)
@@ -165,8 +150,6 @@ class Block(nn.Module):
 
 @dataclasses.dataclass
 class Result:
-    """What a library's model returns."""
-
     loss: torch.Tensor
     logits: torch.Tensor
     note: str = "result"
@@ -189,13 +172,11 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(map(_make, block)) for block in spec.blocks])
 
     def call(self, start: int, end: int, x):
-        """Blocks `start` to `end` on `x`."""
         for block in self.blocks[start:end]:  # pyright: ignore[reportGeneralTypeIssues]
             x = block(x)
         return x
 
     def chain(self, x):
-        """All blocks on `x`."""
         return self.call(0, len(self.blocks), x)
 
     def forward(self, x, target=None, weight=None):

@@ -9,8 +9,6 @@ from .part import WIDTH, Part, part
 
 @part("image")
 class BatchNormAct(nn.BatchNorm2d):
-    """A batch norm with an activation, whose forward calls torch's."""
-
     def __init__(self, draw, inner=()):
         momentum = draw.choice([0.1, None])
         super().__init__(WIDTH, momentum=momentum, track_running_stats=draw.random() < 0.8, affine=draw.random() < 0.8)
@@ -22,8 +20,6 @@ class BatchNormAct(nn.BatchNorm2d):
 
 @part("image")
 class BatchNormOwnForward(nn.BatchNorm2d):
-    """A batch norm that calls ``F.batch_norm`` on its buffers itself."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH)
         self.in_place = draw.random() < 0.5
@@ -32,21 +28,12 @@ class BatchNormOwnForward(nn.BatchNorm2d):
         if self.training:
             assert self.num_batches_tracked is not None
             self.num_batches_tracked.add_(1)
-        x = F.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.momentum or 0.0,
-            self.eps,
-        )
+        statistics, weights = (self.running_mean, self.running_var), (self.weight, self.bias)
+        x = F.batch_norm(x, *statistics, *weights, self.training, self.momentum or 0.0, self.eps)
         return F.relu(x, inplace=self.in_place)
 
 
-@part("image")
-class BatchNormModes(Part):
+class BatchNormModes(Part, kind="image"):
     """torch's batch norm in the modes that training scripts put it in."""
 
     def setup(self, draw, inner):
@@ -66,10 +53,7 @@ class BatchNormModes(Part):
         return self.norm(x)
 
 
-@part("image")
-class FunctionalBatchNorm(Part):
-    """A module that calls ``F.batch_norm`` on two buffers, or on two rows of one."""
-
+class FunctionalBatchNorm(Part, kind="image"):
     def setup(self, draw, inner):
         self.stacked = draw.random() < 0.5
         self.call = draw.choice([F.batch_norm, "torch"])
@@ -86,10 +70,7 @@ class FunctionalBatchNorm(Part):
         return F.batch_norm(x, mean, variance, training=self.training)
 
 
-@part("image")
-class InstanceNorm(Part):
-    """Instance norm with running statistics, torch's or functional."""
-
+class InstanceNorm(Part, kind="image"):
     def setup(self, draw, inner):
         self.functional = draw.random() < 0.6
         self.norm = nn.InstanceNorm2d(WIDTH, affine=True, track_running_stats=draw.random() < 0.7)
@@ -102,8 +83,7 @@ class InstanceNorm(Part):
         return self.norm(x)
 
 
-@part("image")
-class GhostBatchNorm(Part):
+class GhostBatchNorm(Part, kind="image"):
     """The batch in halves, each through the same batch norm, or through one of its own."""
 
     def setup(self, draw, inner):
@@ -118,8 +98,6 @@ class GhostBatchNorm(Part):
 
 @part("image")
 class ReadsItsStatistics(nn.BatchNorm2d):
-    """A batch norm whose forward also reads the running statistics that it has just updated."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH)
 
@@ -129,8 +107,7 @@ class ReadsItsStatistics(nn.BatchNorm2d):
         return x * (1 + 0.1 * self.running_var.mean())
 
 
-@part("image")
-class ReadsAnothersStatistics(Part):
+class ReadsAnothersStatistics(Part, kind="image"):
     """A module that reads the running statistics of a batch norm beside it, before or after that updates them."""
 
     def setup(self, draw, inner):
@@ -152,26 +129,20 @@ class _Reader(nn.Module):
         return self.linear(x) - self.source[0].running_mean.view(1, -1, 1, 1)
 
 
-@part("image")
-class FrozenBatchNorm(Part):
-    """torchvision's frozen batch norm: only buffers."""
-
+class FrozenBatchNorm(Part, kind="image"):
     def setup(self, draw, inner):
         for name in ("weight", "bias", "mean", "variance"):
             self.register_buffer(name, torch.rand(WIDTH) + 0.5)
 
     def forward(self, x):
-        weight, bias, mean, variance = (
-            buffer.reshape(1, -1, 1, 1) for buffer in (self.weight, self.bias, self.mean, self.variance)
-        )
+        buffers = self.weight, self.bias, self.mean, self.variance
+        weight, bias, mean, variance = (buffer.reshape(1, -1, 1, 1) for buffer in buffers)
         scale = weight * (variance + 1e-5).rsqrt()
         return x * scale + (bias - mean * scale)
 
 
 @part("image")
 class LayerNorm2d(nn.LayerNorm):
-    """ConvNeXt's layer norm over channels."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH)
 
@@ -180,8 +151,7 @@ class LayerNorm2d(nn.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
 
 
-@part("image")
-class Groups(Part):
+class Groups(Part, kind="image"):
     """Group norm, and weight standardization by a batch norm of the weight, as in timm."""
 
     def setup(self, draw, inner):
@@ -196,10 +166,7 @@ class Groups(Part):
         return self.norm(F.conv2d(x, weight, self.conv.bias, padding=1))
 
 
-@part("sequence")
-class BatchNormOverTime(Part):
-    """A batch norm of transposed sequences."""
-
+class BatchNormOverTime(Part, kind="sequence"):
     def setup(self, draw, inner):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
 
@@ -207,8 +174,7 @@ class BatchNormOverTime(Part):
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
-@part("sequence")
-class RootMeanSquare(Part):
+class RootMeanSquare(Part, kind="sequence"):
     """RMS norm: Llama's, which computes in float32, or torch's."""
 
     def setup(self, draw, inner):
@@ -225,8 +191,6 @@ class RootMeanSquare(Part):
 
 @part("sequence")
 class LayerNormOwnForward(nn.LayerNorm):
-    """A layer norm without bias whose forward calls the function."""
-
     def __init__(self, draw, inner=()):
         super().__init__(WIDTH, bias=draw.random() < 0.5)
 

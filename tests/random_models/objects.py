@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_channel
 
 
-@part()
 class ComparesParameters(Part):
     """Looks at what its parameters are: their class, identity, attributes or place in a set."""
 
@@ -40,7 +39,6 @@ class ComparesParameters(Part):
         return x * per_channel(x, weight if tests[self.how]() else self.other)
 
 
-@part()
 class Swallows(Part):
     """Takes another branch where torch raises an error, or where only a capture would."""
 
@@ -65,10 +63,7 @@ class Swallows(Part):
         return x * factor
 
 
-@part(planned=False)
-class Iterates(Part):
-    """Takes its factor from an iterator that advances at every call."""
-
+class Iterates(Part, planned=False):
     def setup(self, draw, inner):
         how = draw.choice(["cycle", "generator", "list", "count", "map"])
         self.values = {
@@ -83,10 +78,7 @@ class Iterates(Part):
         return (x * next(self.values)).tanh()
 
 
-@part()
 class AssignsLater(Part):
-    """An attribute that is None until the first forward makes it."""
-
     def setup(self, draw, inner):
         self.late: Any = None
         self.how = draw.choice(["module", "parameter", "tensor", "buffer", "number"])
@@ -109,8 +101,7 @@ class AssignsLater(Part):
         return x * (self.late if isinstance(self.late, float) else per_channel(x, self.late))
 
 
-@part(planned=False)
-class AssignsData(Part):
+class AssignsData(Part, planned=False):
     """A momentum copy of a weight, whose ``.data`` the forward, or a hook of it, replaces, as in MoCo."""
 
     def setup(self, draw, inner):
@@ -143,10 +134,7 @@ class _OwnCall(nn.Linear):
         return self.forward(x).tanh()
 
 
-@part()
 class CallsOtherwise(Part):
-    """Calls a layer by its forward, its class, a method of its own, a partial or as a copy."""
-
     def setup(self, draw, inner):
         self.layer = copy.deepcopy(_OwnCall(WIDTH, WIDTH))
         self.how = draw.choice(["call", "forward", "class", "step", "partial", "method", "map"])
@@ -191,7 +179,6 @@ def _restart():
     _GLOBAL["scale"], _Holder.shared = torch.ones(WIDTH), torch.ones(WIDTH)
 
 
-@part()
 class ReadsElsewhere(Part):
     """Reads a tensor from a container, slots, a helper's method, a class or a global; writes it, or `between` does."""
 
@@ -220,10 +207,7 @@ class ReadsElsewhere(Part):
         return result
 
 
-@part(inner=(1, 2), planned=False)
-class DropsLayers(Part):
-    """Skips its parts by random numbers of Python or torch, as LayerDrop does."""
-
+class DropsLayers(Part, inner=(1, 2), planned=False):
     def setup(self, draw, inner):
         self.layers, self.how = nn.ModuleList(inner), draw.choice(["python", "torch"])
 
@@ -234,10 +218,7 @@ class DropsLayers(Part):
         return x
 
 
-@part()
 class NormalizesTwice(Part):
-    """One batch norm for two inputs, as in siamese models."""
-
     def setup(self, draw, inner):
         self.norm = nn.BatchNorm1d(WIDTH, momentum=draw.choice([0.1, None]))
 
@@ -247,10 +228,7 @@ class NormalizesTwice(Part):
         return channels_first((first + second).view(rows.shape))
 
 
-@part(planned=False)
-class DrawsInThread(Part):
-    """A thread that draws random numbers of its own while the layer runs."""
-
+class DrawsInThread(Part, planned=False):
     def setup(self, draw, inner):
         self.layer, self.how = nn.Linear(WIDTH, WIDTH), draw.choice(["python", "torch"])
 
@@ -261,10 +239,7 @@ class DrawsInThread(Part):
         return F.dropout(channels_first(self.layer(channels_last(x))), 0.2, self.training)
 
 
-@part()
 class StridedProduct(Part):
-    """A product of a strided input with a trained or frozen matrix."""
-
     def setup(self, draw, inner):
         self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(draw.random() < 0.4)
         self.cut = draw.choice(["second", "shifted", "transposed", "columns", "expanded", "one of three"])

@@ -7,6 +7,7 @@ such as globals and caches, back to where it was when the program started.
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,26 +16,14 @@ WIDTH = 8
 KINDS = ("image", "sequence")
 
 
-class Part(nn.Module):
-    """Base of all parts; `draw` decides on options, `inner` are the parts that a container calls."""
-
-    def __init__(self, draw: random.Random, inner=()):
-        super().__init__()
-        self.setup(draw, inner)
-
-    def setup(self, draw: random.Random, inner) -> None:
-        """Creates the submodules and draws the options."""
-
-    def between(self, step: int) -> None:
-        """What the training script changes after `step`."""
-
-
-class Entry:
+class Entry(NamedTuple):
     """A part in the catalog: its class, the kinds of models it is for, how many parts it takes, whether a planned step
     can have it."""
 
-    def __init__(self, cls, kinds, inner, planned):
-        self.cls, self.kinds, self.inner, self.planned = cls, kinds, inner, planned
+    cls: type
+    kinds: tuple[str, ...]
+    inner: tuple[int, int]
+    planned: bool
 
 
 CATALOG: dict[str, Entry] = {}
@@ -52,6 +41,27 @@ def part(*kinds: str, inner: tuple[int, int] = (0, 0), planned: bool = True):
         return cls
 
     return register
+
+
+class Part(nn.Module):
+    """Base of all parts, whose subclasses `part` puts into the catalog, with the options that they name.
+
+    `draw` decides on options, `inner` are the parts that a container calls.
+    """
+
+    def __init_subclass__(cls, kind: str | None = None, **options):
+        super().__init_subclass__()
+        part(*[kind] if kind else [], **options)(cls)
+
+    def __init__(self, draw: random.Random, inner=()):
+        super().__init__()
+        self.setup(draw, inner)
+
+    def setup(self, draw: random.Random, inner) -> None:
+        """Creates the submodules and draws the options."""
+
+    def between(self, step: int) -> None:
+        """What the training script changes after `step`."""
 
 
 def at_restart(function):

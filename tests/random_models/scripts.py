@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_channel
 
 _LOG: list[torch.Tensor] = []
 _BY_LENGTH: dict[tuple, torch.Tensor] = {}
@@ -21,8 +21,6 @@ def _window(length: int) -> torch.Tensor:
 
 
 class _Registry:
-    """A class that libraries use as a namespace."""
-
     tables: dict[int, torch.Tensor] = {}
     weights = torch.ones(WIDTH)
 
@@ -36,8 +34,7 @@ def _restart():
     _Registry.weights = torch.ones(WIDTH)
 
 
-@part("sequence")
-class CachesOutside(Part):
+class CachesOutside(Part, kind="sequence"):
     """Masks and positions in a cache outside of modules, filled by the first call of each length."""
 
     def setup(self, draw, inner):
@@ -60,10 +57,7 @@ class CachesOutside(Part):
         return (query @ query.transpose(-1, -2) * 0.1 + self._mask(x.shape[-2])).softmax(-1) @ x
 
 
-@part()
 class ClassWeights(Part):
-    """A tensor in a class attribute, replaced between steps."""
-
     def setup(self, draw, inner):
         self.changes = draw.random() < 0.6
 
@@ -75,10 +69,7 @@ class ClassWeights(Part):
         return x * per_channel(x, _Registry.weights)
 
 
-@part()
 class LogsTensors(Part):
-    """Statistics, detached or not, in a list outside of the module."""
-
     def setup(self, draw, inner):
         self.how = draw.choice(["detached", "mean", "item later"])
 
@@ -91,10 +82,7 @@ class LogsTensors(Part):
         return x * 0.5
 
 
-@part()
 class HooksItsInput(Part):
-    """A hook on the gradient of the input or of an activation, which is used once or twice."""
-
     def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.residual = draw.random() < 0.6
@@ -166,7 +154,6 @@ class _Increased(torch.autograd.Function):
         return grad
 
 
-@part()
 class OwnOperations(Part):
     """Custom operations: one draws random numbers untagged, one writes into its argument, one depends on autocast."""
 
@@ -181,16 +168,11 @@ class OwnOperations(Part):
 
 
 class Side(enum.Enum):
-    """Which of two buffers a part reads."""
-
     left = "left"
     right = "right"
 
 
-@part()
 class NamesItsBuffer(Part):
-    """A string, an enum or bytes that choose a buffer, changed between steps."""
-
     def setup(self, draw, inner):
         self.register_buffer("left", torch.ones(WIDTH))
         self.register_buffer("right", -torch.ones(WIDTH))
@@ -210,10 +192,7 @@ class NamesItsBuffer(Part):
         return torch.tanh(x + per_channel(x, getattr(self, name)))
 
 
-@part()
 class Decompositions(Part):
-    """Inverses, solutions and factors of small matrices, products and maxima."""
-
     def setup(self, draw, inner):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
         self.how = draw.choice(["inv", "solve", "cholesky", "logdet", "prod", "maximum", "expm"])
@@ -221,27 +200,19 @@ class Decompositions(Part):
     def forward(self, x):
         matrix = self.weight @ self.weight.t() + torch.eye(WIDTH)
         last = channels_last(x)
-        if self.how == "inv":
-            last = last @ torch.linalg.inv(matrix)
-        elif self.how == "solve":
-            last = torch.linalg.solve(matrix, last.flatten(0, -2).t()).t().view_as(last)
-        elif self.how == "cholesky":
-            last = last @ torch.linalg.cholesky(matrix)
-        elif self.how == "logdet":
-            last = last * torch.logdet(matrix)
-        elif self.how == "prod":
-            last = last * torch.sigmoid(last).prod(-1, keepdim=True)
-        elif self.how == "maximum":
-            last = torch.maximum(last.transpose(0, 1), last.sin().transpose(0, 1)).transpose(0, 1)
-        else:
-            last = last @ torch.linalg.matrix_exp(self.weight)
-        return channels_first(last)
+        found = {
+            "inv": lambda: last @ torch.linalg.inv(matrix),
+            "solve": lambda: torch.linalg.solve(matrix, last.flatten(0, -2).t()).t().view_as(last),
+            "cholesky": lambda: last @ torch.linalg.cholesky(matrix),
+            "logdet": lambda: last * torch.logdet(matrix),
+            "prod": lambda: last * torch.sigmoid(last).prod(-1, keepdim=True),
+            "maximum": lambda: torch.maximum(last.transpose(0, 1), last.sin().transpose(0, 1)).transpose(0, 1),
+            "expm": lambda: last @ torch.linalg.matrix_exp(self.weight),
+        }
+        return channels_first(found[self.how]())
 
 
-@part(planned=False)
-class SeedsItself(Part):
-    """A forward that seeds random numbers itself, within ``fork_rng`` or for good."""
-
+class SeedsItself(Part, planned=False):
     def setup(self, draw, inner):
         self.how = draw.choice(["fork", "numpy", "python"])
 
@@ -257,8 +228,7 @@ class SeedsItself(Part):
         return x * (0.5 + random.random())
 
 
-@part(planned=False)
-class SavesLess(Part):
+class SavesLess(Part, planned=False):
     """Saves tensors in bfloat16, by hooks; without submodules, as regions inside of such hooks give other gradients."""
 
     def setup(self, draw, inner):
@@ -270,10 +240,7 @@ class SavesLess(Part):
             return channels_first(torch.tanh(channels_last(x) @ self.weight))
 
 
-@part()
 class MakesParameter(Part):
-    """A parameter that the forward creates, and weights that are set to their own values."""
-
     def setup(self, draw, inner):
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.sets = draw.random() < 0.5
@@ -286,7 +253,6 @@ class MakesParameter(Part):
         return x * nn.Parameter(torch.full((1,), 1.5))
 
 
-@part()
 class Observer(Part):
     """Ranges of channels in buffers that grow at the first call, as observers of quantization keep them."""
 
@@ -304,13 +270,10 @@ class Observer(Part):
 
 
 class _Box:
-    """An object argument that layers write into, as a graph library's data."""
-
     def __init__(self, x):
         self.x = x
 
 
-@part()
 class WritesIntoArgument(Part):
     """Layers that pass an object on and write their result into it, or pop it off a list."""
 

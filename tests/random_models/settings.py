@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part
+from .part import WIDTH, Part, at_restart, channels_first, channels_last
 
 SCALE = 1.0
 FLAGS = {"sharp": False}
@@ -36,10 +36,7 @@ def scaled_by_attribute(x):
     return x * scaled_by_attribute.scale
 
 
-@part()
 class ReadsGlobal(Part):
-    """A number that is a global of the module's file, changed between steps."""
-
     def setup(self, draw, inner):
         self.changes = draw.random() < 0.6
 
@@ -52,10 +49,7 @@ class ReadsGlobal(Part):
         return torch.tanh(x * SCALE)
 
 
-@part()
 class ReadsFlag(Part):
-    """A flag in a global dict, or in the environment, that decides about the path."""
-
     def setup(self, draw, inner):
         self.environment = draw.random() < 0.4
         self.changes = draw.random() < 0.6
@@ -71,21 +65,15 @@ class ReadsFlag(Part):
         return torch.tanh(x)
 
 
-@part()
 class ReadsClosure(Part):
-    """A number in a closure, changed between steps."""
-
     def setup(self, draw, inner):
         scale = 1.0
-
-        def scaled(x):
-            return torch.sin(x * scale)
 
         def change():
             nonlocal scale
             scale += 0.5
 
-        self.scaled, self.change = scaled, change
+        self.scaled, self.change = (lambda x: torch.sin(x * scale)), change
         self.changes = draw.random() < 0.6
 
     def between(self, step):
@@ -98,17 +86,12 @@ class ReadsClosure(Part):
 
 @dataclasses.dataclass(eq=False)
 class Settings:
-    """What a model library calls a configuration."""
-
     scale: float = 1.0
     residual: bool = True
     temperature = 1.0
 
 
-@part()
 class ReadsConfiguration(Part):
-    """A configuration object, a namespace or a class attribute, changed between steps."""
-
     def setup(self, draw, inner):
         self.config = draw.choice([Settings, types.SimpleNamespace])(scale=1.0, residual=True)
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -128,10 +111,7 @@ class ReadsConfiguration(Part):
         return x + found if self.config.residual else found
 
 
-@part()
 class ReadsObjects(Part):
-    """A number of a context variable, a thread, a function or an object in a container, changed between steps."""
-
     def __init__(self, draw, inner=()):
         super().__init__(draw)
         self.how = draw.choice(["context", "thread", "function", "list", "globals", "anomaly"])
@@ -161,10 +141,7 @@ class ReadsObjects(Part):
         return torch.tanh(x * reads[self.how]())
 
 
-@part()
 class ChangingAttributes(Part):
-    """Attributes that a schedule changes between steps: a rate, a list of numbers, an array, a plain tensor."""
-
     def setup(self, draw, inner):
         self.dropout = nn.Dropout(0.5)
         self.weights = [0.5, 1.0]
@@ -195,7 +172,6 @@ class ChangingAttributes(Part):
         return channels_first(last * self.vector)
 
 
-@part()
 class AsksIfCompiling(Part):
     """A path of its own where the model is compiled, mathematically equal or with another size in memory."""
 
@@ -213,10 +189,7 @@ class AsksIfCompiling(Part):
         return torch.stack([torch.tanh(x)] * 4).prod(0).sqrt()
 
 
-@part(planned=False)
-class LooksAtValues(Part):
-    """Checks of values, always or unless compiled, and a value that decides about the path or a factor."""
-
+class LooksAtValues(Part, planned=False):
     def setup(self, draw, inner):
         self.how = draw.choice(["check", "unless compiled", "path", "item"])
 
@@ -234,10 +207,7 @@ class LooksAtValues(Part):
         return x.sin()
 
 
-@part()
 class ReplacedForward(Part):
-    """A submodule whose forward is replaced on the instance, as hook libraries do it."""
-
     def setup(self, draw, inner):
         self.linear = nn.Linear(WIDTH, WIDTH)
         forward = self.linear.forward

@@ -6,13 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .part import WIDTH, Part, at_restart, channels_first, channels_last, part, per_channel
+from .part import WIDTH, Part, at_restart, channels_first, channels_last, per_channel
 
 
-@part()
 class MovingAverage(Part):
-    """A buffer with a moving average, updated in place or bound repeat, read before or after that."""
-
     def setup(self, draw, inner):
         self.register_buffer("average", torch.zeros(WIDTH))
         self.how = draw.choice(["in place", "lerp", "copy", "anew", "view"])
@@ -35,10 +32,7 @@ class MovingAverage(Part):
         return x * (1 + 0.1 * per_channel(x, before if self.late else self.average))
 
 
-@part()
 class CountsInBuffer(Part):
-    """A step counter in a buffer that scales the output."""
-
     def setup(self, draw, inner):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
@@ -47,10 +41,7 @@ class CountsInBuffer(Part):
         return x * (1 - 0.5 ** self.steps.float())
 
 
-@part(planned=False)
-class CountsInAttribute(Part):
-    """A step counter that is a number, as for a warm-up."""
-
+class CountsInAttribute(Part, planned=False):
     def setup(self, draw, inner):
         self.calls = 0
         self.branches = draw.random() < 0.5
@@ -62,10 +53,7 @@ class CountsInAttribute(Part):
         return x * min(1.0, self.calls / 4)
 
 
-@part(planned=False)
-class CountsInContainer(Part):
-    """A counter in a list or a dict that decides about the path or a factor."""
-
+class CountsInContainer(Part, planned=False):
     def setup(self, draw, inner):
         self.calls = [0]
         self.analysis = {}
@@ -84,10 +72,7 @@ class CountsInContainer(Part):
         return x.exp().sin() if self.how == "path" or self.calls[0] % 2 else x.exp()
 
 
-@part("sequence")
-class MaskCache(Part):
-    """Causal attention whose mask is made at the first call and again for longer sequences."""
-
+class MaskCache(Part, kind="sequence"):
     def setup(self, draw, inner):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.how = draw.choice(["buffer", "attribute", "dict"])
@@ -123,10 +108,7 @@ _TABLES: dict = {}
 at_restart(_TABLES.clear)
 
 
-@part("sequence")
-class CachedPositions(Part):
-    """Positional encodings from a function with a cache, a global dict or torch operations."""
-
+class CachedPositions(Part, kind="sequence"):
     def setup(self, draw, inner):
         self.how = draw.choice(["lru_cache", "global", "each time"])
 
@@ -141,10 +123,7 @@ class CachedPositions(Part):
         return x + _positions.__wrapped__(length, WIDTH)
 
 
-@part("sequence", planned=False)
-class Rotary(Part):
-    """Rotary embeddings whose tables grow with the sequence."""
-
+class Rotary(Part, kind="sequence", planned=False):
     def setup(self, draw, inner):
         self.query = nn.Linear(WIDTH, WIDTH)
         self.longest = 0
@@ -164,10 +143,7 @@ class Rotary(Part):
         return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
 
 
-@part(planned=False)
-class KeepsItsOutput(Part):
-    """A module that keeps its last output, detached or not, as an attribute."""
-
+class KeepsItsOutput(Part, planned=False):
     def setup(self, draw, inner):
         self.detached = draw.random() < 0.7
         self.last = None
@@ -178,8 +154,7 @@ class KeepsItsOutput(Part):
         return x * 0.5
 
 
-@part(planned=False)
-class ReadsLastStep(Part):
+class ReadsLastStep(Part, planned=False):
     """A recurrent memory over steps: the detached output of the step before is part of this one."""
 
     def setup(self, draw, inner):
@@ -193,7 +168,6 @@ class ReadsLastStep(Part):
         return x
 
 
-@part()
 class Queue(Part):
     """A memory bank: a buffer as a ring, with its place in a buffer or a number, as in MoCo."""
 
@@ -224,7 +198,6 @@ class Queue(Part):
         return out
 
 
-@part()
 class Codebook(Part):
     """Vector quantization: nearest codes, a straight-through gradient, codes updated by moving averages."""
 
@@ -250,8 +223,7 @@ class Codebook(Part):
         return channels_first(last + (found - last).detach())
 
 
-@part(planned=False)
-class MomentumTwin(Part):
+class MomentumTwin(Part, planned=False):
     """A layer and a slow copy of it, whose parameters its forward updates."""
 
     def setup(self, draw, inner):

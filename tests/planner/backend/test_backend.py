@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import assert_as_eager, assert_equal, left_by_steps, model_of, raises
+from conftest import assert_as_eager, assert_equal, function_of, left_by_steps, model_of, raises
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -118,18 +118,8 @@ def test_a_retained_graph_runs_backward_twice_and_create_graph_is_refused():
         call(x)["loss"].backward(create_graph=True)
 
 
-class Doubled(torch.autograd.Function):
-    """Returns what it changed in place; its gradient differs from what its forward's operations have."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 2).mul_(1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
-
-
+# Returns what it changed in place; its gradient differs from what its forward's operations have.
+DOUBLED = function_of(lambda ctx, x: (x * 2).mul_(1), lambda ctx, gradient: gradient * 3)
 instantiates = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 
 
@@ -141,7 +131,7 @@ def test_a_function_may_return_the_argument_that_it_changed(checkpointed):
     x = torch.ones(4, requires_grad=True)
 
     def double(x):
-        return checkpoint(Doubled.apply, x, use_reentrant=False) if checkpointed else Doubled.apply(x)
+        return checkpoint(DOUBLED.apply, x, use_reentrant=False) if checkpointed else DOUBLED.apply(x)
 
     compiled(lambda x: double(x.sin()).sum(), policy="none")(x).backward()
     assert torch.equal(x.grad, 3 * x.detach().cos())

@@ -5,9 +5,8 @@ import pickle
 
 import pytest
 import torch
-from conftest import assert_equal, left_by, measured_step, raises
+from conftest import SomeMode, assert_equal, left_by, measured_step, raises
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ackpt
 
@@ -117,11 +116,6 @@ class Breaks(Net):
         with torch.autograd.set_detect_anomaly(False):
             torch._dynamo.graph_break()
             return super().forward(x)
-
-
-class SomeMode(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
 
 
 @every_way

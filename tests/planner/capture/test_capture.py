@@ -1,9 +1,9 @@
 """What a captured step takes, what it refuses, and that nothing of the capture stays in the model."""
 
+import concurrent.futures
 import copy
 import random
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -45,7 +45,6 @@ def held(value):
 
 
 def same_as_eager(model, *args, runs=2):
-    """A planned copy of `model` gives the same bits, call after call."""
     other = copy.deepcopy(model)
     planned = ackpt.compile(other, *args, policy="full")
     for _ in range(runs):
@@ -89,14 +88,9 @@ def test_changes_in_place_are_part_of_the_step():
     same_as_eager(model, torch.randn(3, 4))
 
 
-def one_twice(self, x, y):
-    x.mul_(2)
-    return self.first(x) * self.second(y)
-
-
 def test_one_tensor_can_be_two_arguments():
     x = torch.randn(3, 4)
-    model = Model(one_twice)
+    model = Model(lambda self, x, y: self.first(x.mul_(2)) * self.second(y))
     other = copy.deepcopy(model)
     planned = ackpt.compile(other, x, x, policy="none")
     one, two = x.clone(), x.clone()
@@ -113,11 +107,6 @@ def keeps(self, x):
     return self.kept.sum()
 
 
-def appends(self, x):
-    self.list.append(self.first(x))
-    return self.list[-1].sum()
-
-
 def counts(self, x):
     self.calls += 1
     return self.first(x).sum()
@@ -126,7 +115,10 @@ def counts(self, x):
 REFUSED = {
     "assigns a buffer": (assigns, "replaces buffer 'buffer' of the model.*self.buffer.copy_.*regions=True"),
     "keeps a tensor": (keeps, "stores a tensor in attribute 'kept' of the model"),
-    "appends a tensor": (appends, "stores a tensor in attribute 'list' of the model"),
+    "appends a tensor": (
+        lambda self, x: self.list.append(self.first(x)) or self.list[-1].sum(),
+        "stores a tensor in attribute 'list' of the model",
+    ),
     "counts": (counts, "changes attribute 'calls' of the model from 0 to 1"),
     "random": (lambda self, x: self.first(x) * random.random(), "random numbers from Python's module random"),
     "numpy": (lambda self, x: self.first(x) * np.random.rand(), "random numbers from numpy.random"),  # noqa: NPY002
@@ -157,18 +149,13 @@ class Lazy(nn.Module):
         return self.linear(x).sum() * (self.stride or 1) + (0 if self.bias is None else self.bias.sum())
 
 
-def test_an_attribute_that_is_set_once_is_as_after_the_first_call():
-    model = Lazy(creates=False)
+@pytest.mark.parametrize("creates", [False, True], ids=["attribute", "buffer"])
+def test_an_attribute_or_buffer_that_is_set_once_is_as_after_the_first_call(creates):
+    model, x = Lazy(creates), torch.randn(3, 4)
     step = ackpt.compile(model, torch.randn(3, 4), policy="none")
-    assert model.stride == 2
-    x = torch.randn(3, 4)
-    assert torch.equal(step(x), model(x)) and len(step.history) == 1
-
-
-def test_a_buffer_that_is_created_once_is_as_after_the_first_call():
-    model, x = Lazy(creates=True), torch.randn(3, 4)
-    step = ackpt.compile(model, x, policy="none")
-    assert type(model.bias) is torch.Tensor and torch.equal(model.bias, torch.arange(4.0))
+    if creates:
+        assert type(model.bias) is torch.Tensor and torch.equal(model.bias, torch.arange(4.0))
+    assert model.stride == (None if creates else 2)
     assert torch.equal(step(x), model(x)) and len(step.history) == 1
 
 
@@ -220,20 +207,11 @@ def test_numeric_arguments_are_part_of_the_capture():
 
 
 def test_threads_may_capture_at_the_same_time():
-    errors = []
-
     def work(rows):
-        try:
-            ackpt.compile(nn.Linear(4, 4), torch.ones(rows, 4), policy="none")(torch.ones(rows, 4)).sum().backward()
-        except Exception as error:
-            errors.append(error)
+        ackpt.compile(nn.Linear(4, 4), torch.ones(rows, 4), policy="none")(torch.ones(rows, 4)).sum().backward()
 
-    threads = [threading.Thread(target=work, args=(rows,)) for rows in (2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (2, 3)))  # raises what a thread raises
 
 
 def test_an_output_that_overlaps_itself_is_refused():
@@ -269,22 +247,16 @@ def test_other_views_are_returned_with_their_gradients(function):
     assert_as_eager(model, step, torch.linspace(0, 1, 12).view(3, 4), loss=total)
 
 
-def hooks_late(remembers: bool):
-    """Registers a hook at its first call, as transformers does where hidden states are asked for."""
-
+@pytest.mark.filterwarnings("ignore:.*has a hook")
+@pytest.mark.parametrize("remembers", [True, False])
+def test_hooks_that_the_forward_adds_are_as_after_its_first_call_or_refused(remembers):
     def forward(self, x):
         if not self.is_ready:
             self.layer.register_forward_hook(lambda module, args, output: 2 * output)
             self.is_ready = self.remembers
         return self.layer(x).sum()
 
-    return model_of(forward, layer=nn.Linear(4, 4), remembers=remembers, is_ready=False)
-
-
-@pytest.mark.filterwarnings("ignore:.*has a hook")
-@pytest.mark.parametrize("remembers", [True, False])
-def test_hooks_that_the_forward_adds_are_as_after_its_first_call_or_refused(remembers):
-    model, x = hooks_late(remembers), torch.ones(2, 4)
+    model, x = model_of(forward, layer=nn.Linear(4, 4), remembers=remembers, is_ready=False), torch.ones(2, 4)
     if remembers:
         step = ackpt.compile(model, x, policy="none")
         assert len(model.layer._forward_hooks) == 1 and torch.equal(step(x), model(x))
@@ -310,13 +282,9 @@ def test_an_argument_that_the_forward_reads_is_allowed():
     assert len(graph.nodes)
 
 
-def kept_by_hook(model, found):
-    return model.first.register_forward_hook(lambda module, args, output: found.append(output)).remove
-
-
 def test_a_tensor_kept_by_a_hook_is_refused_until_the_hook_is_removed():
     model, x, found = Model(lambda self, x: self.first(x).relu()), torch.randn(3, 4), []
-    remove = kept_by_hook(model, found)
+    remove = model.first.register_forward_hook(lambda module, args, output: found.append(output)).remove
     with pytest.raises(TraceError, match="stores a tensor that it computes at .*capture.py:.*: in a hook.*remove"):
         trace(model, x)
     remove()
@@ -335,16 +303,6 @@ def test_hooks_that_keep_nothing_and_reference_cycles_are_allowed():
     assert trace(model, torch.randn(3, 4)).nodes and sizes
 
 
-def make_counter():
-    """Keeps its count in a list, and has no parameters that a capture would see."""
-
-    def forward(self, x):
-        self.calls[0] += 1
-        return x * self.calls[0]
-
-    return model_of(forward, calls=[0])
-
-
 HIDDEN = {
     "list": lambda module: [module],
     "dict": lambda module: {"counter": module},
@@ -354,12 +312,16 @@ HIDDEN = {
 
 @pytest.mark.parametrize("hide", HIDDEN.values(), ids=HIDDEN)
 def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
+    def forward(self, x):
+        self.calls[0] += 1
+        return x * self.calls[0]
+
     def hides(self, x):
         for module in self.hidden.values() if isinstance(self.hidden, dict) else self.hidden:
             x = module(x)
         return self.first(x).sum()
 
-    model = model_of(hides, first=nn.Linear(4, 4), hidden=hide(make_counter()))
+    model = model_of(hides, first=nn.Linear(4, 4), hidden=hide(model_of(forward, calls=[0])))
     with pytest.raises(ackpt.TraceError, match=r"changes attribute 'calls' of module .hidden\["):
         ackpt.compile(model, torch.randn(3, 4))
     (counter,) = model.hidden.values() if isinstance(model.hidden, dict) else model.hidden
@@ -369,28 +331,17 @@ def test_a_change_in_a_module_that_is_not_registered_is_refused(hide):
 # A captured step takes the ways that the plain model takes, also where a model asks whether it is compiled.
 
 
-class Asks(nn.Linear):
-    def forward(self, x):
-        return (super().forward(x) * (3 if torch.compiler.is_compiling() else 2)).square().sum()
-
-
 class Looks(nn.Linear):
-    """Looks at values, unless it is compiled."""
-
     def forward(self, x):
         if not torch.compiler.is_compiling() and not bool((x == x).all()):
             raise ValueError("not a number")
         return super().forward(x).square().sum()
 
 
-def same(model, x):
-    step = ackpt.compile(model, x, policy="full")
-    assert_as_eager(model, step, x)
-    assert not torch.compiler.is_compiling()
-
-
 def test_a_model_that_asks_is_compiling_is_captured_as_in_eager():
-    same(Asks(4, 4), torch.randn(3, 4))
+    model, x = Model(lambda self, x: self.first(x) * (3 if torch.compiler.is_compiling() else 2)), torch.randn(3, 4)
+    assert_as_eager(model, ackpt.compile(model, x, policy="full"), x)
+    assert not torch.compiler.is_compiling()
 
 
 LOOKS = "looks at the values of a tensor at .*test_capture.py"
@@ -430,8 +381,7 @@ class Fails(nn.Linear):
 
 def test_a_model_refused_in_both_ways_names_both_reasons():
     model, x = Fails(4, 4), torch.ones(3, 4)
-    with pytest.raises(ackpt.TraceError, match=LOOKS) as error:
-        ackpt.trace(model, x)
+    error = raises(ackpt.TraceError, LOOKS, lambda: ackpt.trace(model, x))
     assert "no compiled variant" not in str(error.value)
     with pytest.raises(ackpt.TraceError, match="values of a tensor .*is_compiling.*no compiled variant"):
         ackpt.trace(model.to("meta"), x.to("meta"))

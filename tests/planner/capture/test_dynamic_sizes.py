@@ -18,15 +18,11 @@ from ackpt.planner.step.plans import CapturedStep
 _SAME_STORAGE = ("aten.alias.default", "aten.slice.Tensor")  # eager's indexing leaves out slices of everything
 
 
-class Slices(nn.Module):
-    """Views of inputs, parameters and buffers, whose lengths follow from the input's."""
+def operations(graph):
+    return [(n.target, n.phase, n.is_random) for n in graph.nodes if n.target not in _SAME_STORAGE]
 
-    def __init__(self):
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(20, 8), nn.Parameter(torch.zeros(64, 8))
-        self.register_buffer("mask", torch.ones(64, 64).tril().bool())
-        self.head = nn.Linear(8, 20)
 
+def test_an_instance_is_the_capture_of_its_sizes():
     def forward(self, ids):
         length = ids.shape[1]
         x = self.embed(ids) + self.positions[:length]
@@ -35,13 +31,9 @@ class Slices(nn.Module):
         logits = self.head(x)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-
-def operations(graph):
-    return [(n.target, n.phase, n.is_random) for n in graph.nodes if n.target not in _SAME_STORAGE]
-
-
-def test_an_instance_is_the_capture_of_its_sizes():
-    model, ids = Slices(), torch.randint(0, 20, (3, 10))
+    layers = {"embed": nn.Embedding(20, 8), "positions": nn.Parameter(torch.zeros(64, 8)), "head": nn.Linear(8, 20)}
+    model = model_of(forward, **layers, mask=nn.Buffer(torch.ones(64, 64).tril().bool()))
+    ids = torch.randint(0, 20, (3, 10))
     with capture(model, (ids,), {}, outputs="drop", dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
         step = CapturedStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
     for sizes in ((3, 10), (2, 7), (5, 33), (4, 64)):

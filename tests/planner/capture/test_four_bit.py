@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_equal, left_by, measured_step
+from conftest import assert_equal, left_by, measured_step, raises
 from torch import nn
 
 import ackpt
@@ -15,8 +15,6 @@ bnb = pytest.importorskip("bitsandbytes")
 
 
 class Adapted(nn.Module):
-    """A frozen 4-bit layer with an adapter."""
-
     def __init__(self, inputs, outputs, **options):
         super().__init__()
         self.base = bnb.nn.Linear4bit(inputs, outputs, bias=False, **options)
@@ -101,8 +99,7 @@ def test_shapes_alone_are_planned_and_predicted_as_the_model_is():
 def test_a_trained_weight_is_refused():
     model = quantized(quant_storage=torch.float32, compute_dtype=torch.float32)
     model.blocks[0][0].base.weight.requires_grad = True
-    with pytest.raises(ackpt.TraceError, match="Freeze it. To plan"):
-        ackpt.apply_budget(model, torch.randn(32, 64), budget=0.9)
+    raises(ackpt.TraceError, "Freeze it. To plan", lambda: ackpt.apply_budget(model, torch.randn(32, 64), budget=0.9))
 
 
 def test_regions_restore_the_weight_that_the_first_forward_moves():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from caches import Attends, in_closure, in_default, in_dict, in_function_of, in_list, mask
 from conftest import left_by, model_of, raises
 from torch import nn
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -16,42 +17,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 import ackpt
 from ackpt.graph import TraceError
 
-
-def mask(length: int) -> torch.Tensor:
-    return torch.full((length, length), -1e4).triu(1)
-
-
-class Attends(nn.Module):
-    """Adds ``mask_of(model, x)`` to its scores."""
-
-    def __init__(self, mask_of):
-        super().__init__()
-        self.mask_of, self.linear = mask_of, nn.Linear(8, 8)
-        self.attribute, self.known = None, {}
-        self.register_buffer("slope", torch.tensor([0.5]))
-
-    def forward(self, x):
-        q = self.linear(x)
-        return ((q @ q.transpose(1, 2) + self.mask_of(self, x)).softmax(-1) @ q).square().mean()
-
-
 GLOBAL: dict = {}
 NAME = None
-
-
-def in_dict(dict_of):
-    def mask_of(model, x):
-        known, length = dict_of(model), x.shape[1]
-        if length not in known:
-            known[length] = mask(length)
-        return known[length]
-
-    return mask_of
-
-
-def in_function_of(maxsize):
-    cached = functools.lru_cache(maxsize=maxsize)(mask)
-    return lambda model, x: cached(x.shape[1])
 
 
 def in_tuple(model, x):
@@ -88,35 +55,6 @@ def in_class(model, x):
     return Attends.of_class[: x.shape[1], : x.shape[1]]
 
 
-def in_closure():
-    table = None
-
-    def mask_of(model, x):
-        nonlocal table
-        if table is None or table.shape[0] < x.shape[1]:
-            table = mask(x.shape[1])
-        return table[: x.shape[1], : x.shape[1]]
-
-    return mask_of
-
-
-def in_list():
-    tables: list = []
-
-    def mask_of(model, x):
-        for table in tables:
-            if table.shape[0] == x.shape[1]:
-                return table
-        tables.append(mask(x.shape[1]))
-        return tables[-1]
-
-    return mask_of
-
-
-def in_default(model, x, known={}):  # noqa: B006
-    return in_dict(lambda model: known)(model, x)
-
-
 def weakly():
     known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
     return in_dict(lambda model: known.setdefault(model.linear, {}))
@@ -141,7 +79,7 @@ CACHES = {
     "new attribute": lambda: in_new_attribute,
     "class": lambda: in_class,
     "closure": in_closure,
-    "list": in_list,
+    "list": lambda: in_list([]),
     "default argument": lambda: in_default,
     "weak dict": weakly,
     "dict of a context variable": in_context_dict,
@@ -226,11 +164,6 @@ def logs_deep(model, x):
     return 0.0
 
 
-def keeps_input(model, x):
-    model.known["x"] = x
-    return 0.0
-
-
 def changes_every_time(model, x):
     model.attribute = torch.zeros(()) if model.attribute is None else model.attribute + 1
     return model.attribute
@@ -259,7 +192,7 @@ def uses_only_once(model, x):
 REFUSED = {
     "log": (logs, "stores a tensor in global 'LOG' of test_kept_tensors"),
     "deep log": (logs_deep, r"stores a tensor that it computes at .*test_kept_tensors.py:\d+"),
-    "input": (keeps_input, "stores a tensor in attribute 'known'"),
+    "input": (lambda model, x: model.known.update(x=x) or 0.0, "stores a tensor in attribute 'known'"),
     "accumulates": (changes_every_time, "stores a tensor in attribute 'attribute'"),
     "in place": (counts_in_place, "stores a tensor in attribute 'attribute'"),
     "random": (draws_once, "stores a tensor in attribute 'attribute'"),
@@ -340,19 +273,13 @@ class Weighted(nn.Module):
 TOTAL = Holds(torch.zeros(()))
 
 
-def totals():
-    """Sums its outputs in an object outside of it, in place."""
-
+def test_a_running_sum_in_place_is_part_of_the_step():
     def forward(self, x):
         loss = self.linear(x).square().mean()
         TOTAL.value += loss.detach()
         return loss
 
-    return model_of(forward, linear=nn.Linear(4, 4))
-
-
-def test_a_running_sum_in_place_is_part_of_the_step():
-    total, model, x = TOTAL.value, totals(), torch.randn(3, 4)
+    total, model, x = TOTAL.value, model_of(forward, linear=nn.Linear(4, 4)), torch.randn(3, 4)
     step = ackpt.compile(model, x, policy="none")
     assert TOTAL.value is total and total == 0
     loss = step(x).detach()
@@ -396,19 +323,6 @@ class Sees(torch.autograd.Function):
         return gradient.cos(), None
 
 
-def seen(see, hooks):
-    """Calls ``see(model, gradient)`` in a backward, of a function or in a hook."""
-
-    def forward(self, x):
-        y = self.linear(x)
-        if self.hooks:
-            y.register_hook(lambda gradient: self.see(self, gradient))
-            return y.sin().sum()
-        return Sees.apply(y, self).sum()
-
-    return model_of(forward, see=see, hooks=hooks, linear=nn.Linear(4, 4), norm=nn.Buffer(torch.zeros(())))
-
-
 SEE = {
     "attribute": (lambda model, gradient: setattr(model, "last", gradient.detach()), "attribute 'last' of the model"),
     "buffer": (lambda model, gradient: setattr(model, "norm", gradient.norm()), "buffer 'norm' of the model"),
@@ -420,8 +334,15 @@ SEE = {
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("case", SEE)
 def test_a_backward_that_stores_something_is_refused_and_leaves_nothing(case, hooks):
+    def forward(self, x):
+        y = self.linear(x)
+        if self.hooks:
+            y.register_hook(lambda gradient: self.see(self, gradient))
+            return y.sin().sum()
+        return Sees.apply(y, self).sum()
+
     see, named = SEE[case]
-    model = seen(see, hooks)
+    model = model_of(forward, see=see, hooks=hooks, linear=nn.Linear(4, 4), norm=nn.Buffer(torch.zeros(())))
     before, norm = [*vars(model)], model.norm
     raises(TraceError, f"{named}.*regions=True", lambda: ackpt.graph.trace(model, torch.ones(3, 4)))
     assert [*vars(model)] == before and model.norm is norm and vars(NESTED[0][0][0]) == {}

@@ -74,8 +74,7 @@ def test_an_error_of_the_model_names_the_arguments_of_its_call():
         ackpt.compile(Ranked(8, 8), X[None], [X], scale=2)
     said = "raised by Ranked.forward with x: float32 [1, 4, 8], others: list, scale: int"
     assert said in "".join(traceback.format_exception(raised.value)) and "give rows" in str(raised.value)
-    with pytest.raises(RuntimeError, match="same reduction dim") as raised:
-        ackpt.compile(nn.Linear(8, 8), torch.ones(4, 7))
+    raised = raises(RuntimeError, "same reduction dim", lambda: ackpt.compile(nn.Linear(8, 8), torch.ones(4, 7)))
     said = "raised by Linear.forward with input: float32 [4, 7]"
     assert said in "".join(traceback.format_exception(raised.value))
 
@@ -99,10 +98,8 @@ def test_a_parallel_model_is_given_a_budget_before_it_is_wrapped(tmp_path):
         before = r"Call ackpt.apply_budget\(model, ...\) before DistributedDataParallel\(model\)"
         raises(TypeError, before, lambda: ackpt.apply_budget(wrapped, X))
         sharded = FullyShardedDataParallel(nn.Sequential(layers(), layers()), device_id=torch.device("cpu"))
-        with pytest.raises(
-            TypeError, match="Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"
-        ):
-            ackpt.apply_budget(sharded, X)
+        said = "Call ackpt.apply_activation_checkpointing before FullyShardedDataParallel"
+        raises(TypeError, said, lambda: ackpt.apply_budget(sharded, X))
         sharded = [FullyShardedDataParallel(layers(), device_id=torch.device("cpu")) for _ in range(2)]
         with pytest.raises(ValueError, match="module '0' is a FullyShardedDataParallel.*pass the class of the blocks"):
             ackpt.apply_activation_checkpointing(nn.Sequential(*sharded))
@@ -165,13 +162,8 @@ def test_a_forward_that_seeds_from_the_system_is_refused_with_a_budget_too():
 SCALE = 2.0
 
 
-class Scaled(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).sum() * SCALE
-
-
 def test_a_global_changed_since_a_saved_plan_is_named(monkeypatch):
-    model = Scaled(8, 8)
+    model = model_of(lambda self, x: self.layer(x).sum() * SCALE, layer=nn.Linear(8, 8))
     step = ackpt.compile(model, X, plan=ackpt.plan(ackpt.trace(model, X)))
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     raises(ackpt.graph.PlanError, "Since then, global 'SCALE' of .*changed: change it back", lambda: step(X))
@@ -203,10 +195,8 @@ def test_an_operation_of_a_library_without_a_fake_kernel_is_refused():
 
 
 def test_an_operation_without_a_fake_kernel_is_refused_and_runs_in_a_region():
-    with pytest.raises(
-        ackpt.TraceError, match="ackpt_tests::without_shapes returns are not known at .*no fake kernel"
-    ) as error:
-        ackpt.compile(Custom(without_shapes), X)
+    said = "ackpt_tests::without_shapes returns are not known at .*no fake kernel"
+    error = raises(ackpt.TraceError, said, lambda: ackpt.compile(Custom(without_shapes), X))
     assert "register_fake" in str(error.value) and "apply_activation_checkpointing" in str(error.value)
     ackpt.checkpoint(model := Custom(without_shapes), X).backward()
     assert model.weight.grad is not None
@@ -245,15 +235,11 @@ def test_a_hook_that_reads_values_is_refused_or_planned_in_parts():
         assert found[0] == expected[0] and all(map(torch.equal, found[1], expected[1]))
 
 
-def shifted():
-    """Its forward has parameters of the same names as keywords of `ackpt.compile`."""
-    return model_of(
-        lambda self, x, policy=1.0, budget=2.0: (self.layer(x) * policy + budget).sum(), layer=nn.Linear(4, 4)
-    )
-
-
 def test_model_arguments_called_policy_and_budget_reach_the_model():
-    model, x = shifted(), torch.ones(2, 4)
+    def forward(self, x, policy=1.0, budget=2.0):
+        return (self.layer(x) * policy + budget).sum()
+
+    model, x = model_of(forward, layer=nn.Linear(4, 4)), torch.ones(2, 4)
     expected = model(x, policy=3.0, budget=5.0)
     with pytest.raises(TypeError, match="policy= is a keyword of ackpt.compile, and got 3.0.*apply_budget"):
         ackpt.compile(model, x, policy=3.0)
@@ -267,23 +253,20 @@ def test_model_arguments_called_policy_and_budget_reach_the_model():
     assert torch.equal(model(x, policy=3.0, budget=5.0), expected)
 
 
-class Branches(nn.Linear):
-    def forward(self, x):
-        hidden = super().forward(x)
-        return torch.cond(hidden.sum() > 0, torch.sin, torch.cos, (hidden,)).sum()
+HIGHER_ORDER = {
+    "calls a higher-order operator at .*test_messages.py.*torch.where": lambda self, x: torch.cond(
+        self.layer(x).sum() > 0, torch.sin, torch.cos, (self.layer(x),)
+    ).sum(),
+    "the model itself.*calls print, a higher-order operator with an effect": lambda self, x: (
+        torch._higher_order_ops.print("{}", x.sum()) or self.layer(x).sum()
+    ),
+}
 
 
-class Prints(nn.Linear):
-    def forward(self, x):
-        torch._higher_order_ops.print("{}", x.sum())
-        return super().forward(x).sum()
-
-
-def test_higher_order_operators_are_refused():
-    with pytest.raises(ackpt.TraceError, match="calls a higher-order operator at .*test_messages.py.*torch.where"):
-        ackpt.compile(Branches(8, 8), X, policy="full")
-    with pytest.raises(ackpt.TraceError, match="the model itself.*calls print, a higher-order operator with an effect"):
-        ackpt.compile(Prints(8, 8), X, policy="full")
+@pytest.mark.parametrize("said", HIGHER_ORDER, ids=["cond", "print"])
+def test_higher_order_operators_are_refused(said):
+    model = model_of(HIGHER_ORDER[said], layer=nn.Linear(8, 8))
+    raises(ackpt.TraceError, said, lambda: ackpt.compile(model, X, policy="full"))
 
 
 class Halved(nn.Linear):
@@ -296,13 +279,9 @@ class Halved(nn.Linear):
             return super().forward(x).tanh().sum()
 
 
-class Subclass(torch.autograd.graph.saved_tensors_hooks):
-    pass
-
-
 def test_saved_tensors_hooks_in_a_forward_are_refused():
     model = Halved(8, 8)
-    for model.hooks in (torch.autograd.graph.saved_tensors_hooks, Subclass):
+    for model.hooks in (Halved.hooks, type("Subclass", (Halved.hooks,), {})):
         with pytest.raises(ackpt.TraceError, match="saved_tensors_hooks at .*test_messages.py.*regions=True"):
             ackpt.compile(model, X, policy="full")
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):  # outside of the model
@@ -323,15 +302,6 @@ def test_a_view_under_inference_mode_is_refused_with_the_fix():
     assert torch.equal(ackpt.compile(model, X, budget="1MiB")(X), model(X))
 
 
-class ReadsGradients(nn.Linear):
-    def __init__(self, read):
-        super().__init__(8, 8)
-        self.read = read
-
-    def forward(self, x):
-        return super().forward(x).sum() + self.read(self.weight)
-
-
 @pytest.mark.parametrize(
     "read",
     [
@@ -342,17 +312,12 @@ class ReadsGradients(nn.Linear):
 )
 @pytest.mark.parametrize("has_gradient", [False, True])
 def test_a_forward_that_reads_or_sets_gradients_is_refused(read, has_gradient):
-    model = ReadsGradients(read)
+    model = model_of(lambda self, x: self.layer(x).sum() + read(self.layer.weight), layer=nn.Linear(8, 8))
     gradient = torch.ones(8, 8) if has_gradient else None
-    model.weight.grad = gradient
+    model.layer.weight.grad = gradient
     with pytest.raises(ackpt.TraceError, match=r"reads or sets the gradient of a tensor at .*test_messages.py:\d+"):
         ackpt.apply_budget(model, X, budget="1MiB")
-    assert model.weight.grad is gradient
-
-
-class ScaledByInput(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).tanh().sum() * getattr(x, "scale", 1.0)
+    assert model.layer.weight.grad is gradient
 
 
 def scaled(x, scale):
@@ -361,7 +326,8 @@ def scaled(x, scale):
 
 
 def test_python_attributes_of_an_argument_are_refused_or_planned_in_parts():
-    model, x = ScaledByInput(8, 8), torch.ones(4, 8)
+    model = model_of(lambda self, x: self.layer(x).tanh().sum() * getattr(x, "scale", 1.0), layer=nn.Linear(8, 8))
+    x = torch.ones(4, 8)
     x._mark = 3
     step = ackpt.compile(model, x, policy="full")
     assert torch.equal(step(x), model(x))
@@ -394,7 +360,6 @@ class Drops(nn.Linear):
 
 
 def keywords():
-    """A model that takes whatever it is given."""
     return model_of(lambda self, x, plans=None, **kwargs: self.inner(x).tanh().sin(), inner=nn.Linear(8, 8))
 
 
@@ -465,8 +430,7 @@ def test_a_plan_and_a_later_call_with_other_arguments():
     raises(PlanError, said, lambda: step(ROWS[:3]))
     step(ROWS[:3].clone())
     step.eval()
-    with pytest.raises(PlanError, match="mode changed from training to evaluation.*under torch.no_grad") as raised:
-        step(ROWS)
+    raised = raises(PlanError, "mode changed from training to evaluation.*under torch.no_grad", lambda: step(ROWS))
     assert "drop_last" not in str(raised.value)
     with torch.no_grad():
         step(ROWS)
@@ -478,8 +442,7 @@ def test_evaluation_with_gradients_is_not_explained_by_the_batch():
     step = ackpt.compile(nn.Sequential(*(Drops(8, 8) for _ in range(4))), ROWS, budget=0.86)
     step.eval()
     said = "mode changed from training to evaluation.*under torch.no_grad"
-    with pytest.raises(ackpt.BudgetError, match=said) as raised:
-        step(ROWS)
+    raised = raises(ackpt.BudgetError, said, lambda: step(ROWS))
     assert "A fraction is relative" not in str(raised.value) and raised.value.least_bytes < step.plan.peak_bytes
 
 

@@ -59,10 +59,6 @@ def _renamed(model):
     model.other = 1
 
 
-def _renamed_submodule(model):
-    model.third = model._modules.pop("second")
-
-
 def _reordered(model):
     model.first = model._modules.pop("first")
 
@@ -71,25 +67,9 @@ def _renamed_buffer(model):
     model.register_buffer("shift", model._buffers.pop("offset"))
 
 
-def _moved_buffer(model):
-    model.offset, model.spare = None, model.offset
-
-
 def _reparametrized(model):
     parametrize.remove_parametrizations(model.parametrized, "weight", leave_parametrized=False)
     parametrize.register_parametrization(model.parametrized, "weight", nn.Sigmoid())
-
-
-def _scaled(module, x):
-    return x * 2
-
-
-def _swapped_data(model):
-    model.first.weight.data = model.first.weight.data.double()
-
-
-def _untied(model):
-    model.second.weight.data = model.second.weight.data.clone()
 
 
 CHANGES = {
@@ -110,22 +90,22 @@ CHANGES = {
     "item of a set": lambda model: model.chosen.add(2),
     "item of a deque": lambda model: model.recent.append(2),
     "module in a list": lambda model: model.unregistered.__setitem__(0, nn.Sigmoid()),
-    "forward of an instance": lambda model: setattr(model.first, "forward", MethodType(_scaled, model.first)),
+    "own forward": lambda model: setattr(model.first, "forward", MethodType(lambda _, x: 2 * x, model.first)),
     "class of an instance": _set("__class__", OtherHolder),
     "type of a submodule": _set("between", nn.Sigmoid()),
     "shared submodule": lambda model: setattr(model, "again", model.second),
     "order of submodules": _reordered,
-    "renamed submodule": _renamed_submodule,
+    "renamed submodule": lambda model: setattr(model, "third", model._modules.pop("second")),
     "removed submodule": lambda model: delattr(model, "between"),
     "renamed buffer": _renamed_buffer,
-    "buffer that becomes None": _moved_buffer,
+    "buffer that becomes None": lambda model: [setattr(model, "spare", model.offset), setattr(model, "offset", None)],
     "parametrization": _reparametrized,
     "training": lambda model: model.first.eval(),
     "requires_grad": lambda model: model.first.weight.requires_grad_(False),
-    "dtype": _swapped_data,
+    "dtype": lambda model: setattr(model.first.weight, "data", model.first.weight.data.double()),
     "shape": lambda model: setattr(model, "offset", torch.zeros(1)),
     "strides": lambda model: setattr(model.first.weight, "data", model.first.weight.data.t()),
-    "storages": _untied,
+    "storages": lambda model: setattr(model.second.weight, "data", model.second.weight.data.clone()),
     "no bias": lambda model: setattr(model.first, "bias", None),
     "submodule": lambda model: setattr(model, "first", nn.Linear(4, 4, bias=False)),
     "added submodule": lambda model: model.add_module("third", nn.ReLU()),
@@ -158,16 +138,15 @@ VALUES = {
 }
 
 
-def _tied() -> Holder:
+def _watched() -> tuple[Holder, WatchedModel]:
     model = Holder()
     model.second.weight.data = model.first.weight.data
-    return model
+    return model, WatchedModel(model)
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 def test_a_change_gives_the_facts_that_reading_the_model_gives(change):
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before = watched.facts()
     assert watched.facts() is before and watched.storages
     change(model)
@@ -180,8 +159,7 @@ def test_a_change_gives_the_facts_that_reading_the_model_gives(change):
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=list(VALUES))
 def test_values_of_every_type_are_compared(values):
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     seen = []
     for value in (*values, values[0]):
         model.object = value
@@ -191,8 +169,7 @@ def test_values_of_every_type_are_compared(values):
 
 
 def test_another_function_with_the_id_of_a_freed_one_is_another_value():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     model.act = lambda x: x
     before, identifier, freed = watched.facts(), id(model.act), weakref.ref(model.act)
     model.act = torch.relu
@@ -256,9 +233,8 @@ def test_a_replaced_method_of_the_class_gives_another_capture(monkeypatch):
 
 @pytest.mark.parametrize("change", [_set("object", object()), lambda model: model.offset.add_(1), Holder.zero_grad])
 def test_changes_that_no_capture_depends_on_cause_no_reading(change):
-    model = _tied()
+    model, watched = _watched()
     model(torch.ones(2, 4)).sum().backward()
-    watched = WatchedModel(model)
     before = watched.facts()
     change(model)
     assert watched.facts() is before
@@ -273,8 +249,7 @@ def test_an_argument_that_shares_the_storage_of_a_parameter_is_another_call():
 
 
 def test_a_parameter_like_the_one_before_is_the_models_own():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before, earlier = watched.facts(), weakref.ref(model.first.bias)
     model.first.bias = nn.Parameter(torch.zeros(4))
     assert earlier() is None
@@ -284,8 +259,7 @@ def test_a_parameter_like_the_one_before_is_the_models_own():
 
 
 def test_sparse_tensors_which_torchs_guards_do_not_check_are_compared():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before = watched.facts()
     plain, model.offset = model.offset, torch.eye(4).to_sparse()
     sparse = watched.facts()
@@ -295,8 +269,7 @@ def test_sparse_tensors_which_torchs_guards_do_not_check_are_compared():
 
 
 def test_a_dict_that_changes_back_has_the_same_facts():
-    model = _tied()
-    watched = WatchedModel(model)
+    model, watched = _watched()
     before = watched.facts()
     for value in (0.25, 0.5):
         model.scale = value

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from conftest import model_of
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -134,28 +134,19 @@ def test_on_a_gpu_sizes_are_rounded_to_blocks(kind, options, state, step):
     assert found == (512 * state, 512 * step)
 
 
-def test_objects_that_are_no_optimizer_are_refused():
+def test_an_optimizer_of_another_model_and_objects_that_are_none_are_refused():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     for call in (ackpt.trace, ackpt.compile):
-        with pytest.raises(
-            TypeError, match=r"optimizer must be a torch.optim.Optimizer or a name such as .adamw., got list"
-        ):
+        with pytest.raises(TypeError, match="must be a torch.optim.Optimizer or a name such as .adamw., got list"):
             call(model, x, optimizer=parameters())
-
-
-def test_an_optimizer_of_another_model_is_refused():
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    for call in (ackpt.trace, ackpt.compile):
         with pytest.raises(ValueError, match="this SGD has none of the model's parameters"):
             call(model, x, optimizer=torch.optim.SGD(parameters()))
         call(model, x, optimizer=torch.optim.SGD([model.bias, *parameters()]))  # a head of its own, say
 
 
 def test_a_step_that_needs_more_than_shapes_is_refused():
-    with pytest.raises(
-        TraceError, match=r"the step of LBFGS cannot be simulated without data: .*closure.*a budget that leaves room"
-    ):
-        optimizer_bytes(torch.optim.LBFGS(parameters()[:2]))
+    said = r"the step of LBFGS cannot be simulated without data: .*closure.*a budget that leaves room"
+    raises(TraceError, said, lambda: optimizer_bytes(torch.optim.LBFGS(parameters()[:2])))
 
 
 def test_adafactor_reads_values_that_change_no_size():

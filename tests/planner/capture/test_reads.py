@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import assert_as_eager
+from conftest import assert_as_eager, model_of
 from reading_models import Config, Model, X
 from torch import nn
 
@@ -60,14 +60,11 @@ def with_default(model, x, scales=TABLE["nested"], *, config=CONFIG):
 def closed_over():
     scale = 2.0
 
-    def function(model, x):
-        return x * scale
-
     def change(value):
         nonlocal scale
         scale = value
 
-    return function, change
+    return (lambda model, x: x * scale), change
 
 
 def closed_over_by_a_generator(is_suspended):
@@ -224,14 +221,6 @@ def test_a_changed_global_recompiles_in_dynamo():
     assert len(plans) == 2
 
 
-@dataclasses.dataclass
-class Options:
-    factor: float = 2.0
-
-
-options = Options()
-
-
 collected = 0
 
 
@@ -259,10 +248,7 @@ def test_variables_of_all_functions_with_the_same_code_are_compared():
     gc.freeze()
     functions, changes = zip(*pairs, closed_over())  # the last one is not frozen
 
-    def summed(model, x):
-        return sum(function(model, x) for function in functions)
-
-    model = Model(summed)
+    model = Model(lambda model, x: sum(function(model, x) for function in functions))
     step = ackpt.compile(model, X, policy="none")
     for change in changes:
         change(3.0)
@@ -309,6 +295,11 @@ SETTINGS = {
         lambda value: torch.autograd.set_detect_anomaly(value, check_nan=False),
         lambda: torch.is_anomaly_enabled(),  # noqa: PLW0108 (a capture replaces it)
     ),
+    "torch.get_default_dtype()": (
+        *(torch.float32, torch.float64),
+        torch.set_default_dtype,
+        lambda: torch.full((), 1.0).dtype,
+    ),
     "torch.backends.cudnn.benchmark": (
         *(False, True),
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
@@ -321,11 +312,7 @@ SETTINGS = {
 def test_a_setting_of_torch_that_the_forward_reads_is_compared(name):
     was, value, put, read = SETTINGS[name]
 
-    class Reads(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).sum() * (2 if read() == value else 1)
-
-    model = Reads(4, 4)
+    model = model_of(lambda self, x: self.layer(x).sum() * (2 if read() == value else 1), layer=nn.Linear(4, 4))
     step = ackpt.compile(model, X, policy="none")
     assert torch.equal(step(X), model(X))
     try:

@@ -367,7 +367,8 @@ def test_a_generator_of_the_model_continues_from_step_to_step():
     assert all(torch.equal(step(X), expected(X)) for _ in range(3))
 
 
-def leaves_default(kind: str):
+@pytest.mark.parametrize("kind", ["dtype", "device"])
+def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
     def forward(self, x):
         if self.kind == "dtype":
             torch.set_default_dtype(torch.float64)
@@ -375,27 +376,7 @@ def leaves_default(kind: str):
             torch.set_default_device("meta")
         return self.layer(x).sum()
 
-    return model_of(forward, layer=nn.Linear(4, 4), kind=kind)
-
-
-@pytest.mark.parametrize("kind", ["dtype", "device"])
-def test_a_default_that_the_forward_leaves_set_is_refused_without_a_trace(kind):
     before = torch.get_default_dtype(), torch.get_default_device()
     with pytest.raises(ackpt.TraceError, match=f"changes torch's default {kind} and does not restore it.*regions=True"):
-        ackpt.compile(leaves_default(kind), X, policy="full")
+        ackpt.compile(model_of(forward, layer=nn.Linear(4, 4), kind=kind), X, policy="full")
     assert (torch.get_default_dtype(), torch.get_default_device()) == before
-
-
-def test_another_default_dtype_gets_its_own_capture():
-    class Ones(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).sum() * torch.full((), 1 / 3).double().sum()
-
-    model = Ones(4, 4)
-    step = ackpt.compile(model, X, policy="none")
-    assert torch.equal(step(X), model(X))
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert torch.equal(step(X), model(X)) and step.history[-1].cause == "torch.get_default_dtype() changed"
-    finally:
-        torch.set_default_dtype(torch.float32)

@@ -37,7 +37,6 @@ def step(model, *args, **kwargs):
 
 
 def check(graph):
-    """What holds for every graph."""
     assert [node.id for node in graph.nodes] == list(range(len(graph.nodes)))
     assert [node.phase for node in graph.nodes] == sorted((node.phase for node in graph.nodes), reverse=True)
     assert all(node.phase == "backward" for node in graph.nodes[graph.boundary :])
@@ -140,20 +139,18 @@ class Draws(nn.Linear):
         return torch.distributions.Normal(super().forward(x), 1.0, validate_args=True).rsample()
 
 
-BAD = [
-    (
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
-        (torch.randn(2, 4),),
-        TraceError,
-        r"values of a tensor, in torch's own code at .*batchnorm.py:\d+ \(exponential_average_factor",
-    ),
-    (Draws(4, 4), (torch.randn(2, 4),), TraceError, r"in torch's own code at .*distributions.* unless validate_args"),
-]
+VALUES = r"values of a tensor, in torch's own code at .*batchnorm.py:\d+ \(exponential_average_factor"
 
 
-@pytest.mark.parametrize(("model", "args", "error", "message"), BAD)
-def test_bad_input_is_refused_in_one_error(model, args, error, message, caplog):
-    raises(error, message, lambda: trace(model, *args))
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), VALUES),
+        (Draws(4, 4), r"in torch's own code at .*distributions.* unless validate_args"),
+    ],
+)
+def test_bad_input_is_refused_in_one_error(model, message, caplog):
+    raises(TraceError, message, lambda: trace(model, torch.randn(2, 4)))
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
     assert not torch.compiler.is_compiling()
 

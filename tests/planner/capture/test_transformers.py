@@ -148,11 +148,8 @@ def t5():
 
 
 def keys_and_values(cache):
-    parts = (
-        [cache.self_attention_cache, cache.cross_attention_cache]
-        if hasattr(cache, "cross_attention_cache")
-        else [cache]
-    )
+    both = hasattr(cache, "cross_attention_cache")
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if both else [cache]
     return [value for part in parts for layer in part.layers for value in (layer.keys, layer.values)]
 
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from conftest import raises
+from conftest import raises, threads
 
 import ackpt
 from ackpt.planner.costs import calibration
@@ -41,12 +41,8 @@ def test_the_first_call_measures_and_the_second_process_reads(cache, monkeypatch
 
 def test_another_number_of_threads_is_measured_again(cache):
     this_cpu()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
+    with threads(torch.get_num_threads() + 1):
         this_cpu()
-    finally:
-        torch.set_num_threads(threads)
     assert len(list(cache.iterdir())) == 2
 
 

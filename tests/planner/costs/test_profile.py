@@ -64,20 +64,15 @@ def test_costs_counted_by_hand(linear):
     assert found["aten.t.default"] == found["aten.view.default"] == (0, 0, 0)
 
 
-class Traffic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.row = nn.Parameter(torch.ones(100, 4)), nn.Parameter(torch.ones(1, 4))
-        self.register_buffer("count", torch.zeros(3))
-
+def test_bytes_are_those_that_are_touched():
     def forward(self, ids):
         self.count += 1
         h = self.table[ids] * self.row.expand(3, 4)
         return nn.functional.nll_loss(h * h, ids)
 
-
-def test_bytes_are_those_that_are_touched():
-    graph = trace(Traffic(), torch.zeros(3, dtype=torch.long))
+    parts = {"table": nn.Parameter(torch.ones(100, 4)), "row": nn.Parameter(torch.ones(1, 4))}
+    model = model_of(forward, **parts, count=nn.Buffer(torch.zeros(3)))
+    graph = trace(model, torch.zeros(3, dtype=torch.long))
     found = by_target(graph, profile(graph))
     assert found["aten.index.Tensor"] == (0, 4 * 12 + 8 * 3, 4 * 12)  # not the whole table
     assert found["aten.nll_loss_forward.default"][1] == 4 * 3 + 8 * 3  # one of each row

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from conftest import assert_as_eager, measured_step, model_of, raises
+from conftest import assert_as_eager, measured_step, model_of, raises, threads
 from real_bytes import disagreements
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -141,22 +141,15 @@ def test_arguments_are_made_so_that_operations_run():
     assert len(workspace_bytes(graph)) == len(graph.nodes)
 
 
-class Images(nn.Module):
-    """Puts features of images in the places of their tokens, as vision-language models do."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.image, self.head = nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
-
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
     def forward(self, tokens, image):
         words, features = self.words(tokens), self.image(image).tanh()
         mask = (tokens == 7).unsqueeze(-1).expand_as(words)
         return self.head(words.masked_scatter(mask, features).tanh()).square().sum()
 
-
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_a_made_up_mask_selects_at_most_the_available_elements(policy):
-    model, args = Images(), (torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16))
+    model = model_of(forward, words=nn.Embedding(8, 16), image=nn.Linear(16, 16), head=nn.Linear(16, 1))
+    args = torch.tensor([[1, 7, 7, 2, 3]]), torch.randn(2, 16)
     step = ackpt.compile(model, *args, policy=policy)
     assert_as_eager(model, step, *args)
     assert measured_step(model, step, *args).peak_bytes == step.plan.peak_bytes
@@ -213,7 +206,6 @@ HOARD: list[torch.Tensor] = []
 
 @torch.library.custom_op("workspace_test::unlike", mutates_args=())
 def unlike(x: torch.Tensor, how: str) -> torch.Tensor:
-    """Its fake says: a tensor like x."""
     if how == "wide":
         return x.double()
     if how == "part of more":
@@ -307,16 +299,11 @@ def test_a_workspace_that_depends_on_values_is_named():
     assert ackpt.compile(of_rows(lambda y: y.logcumsumexp(1)), torch.randn(8, 6)).plan.note is None
 
 
-class Mixed(nn.Module):
-    """Operations with and without workspace on the CPU."""
-
-    def __init__(self, kind: str):
-        super().__init__()
-        self.kind = kind
-        self.embed, self.norm = nn.Embedding(40, 32), nn.LayerNorm(32)
-        self.linear, self.conv = nn.Linear(32, 32), nn.Conv1d(32, 32, 3, padding=1)
-        self.head = nn.Linear(32, 40)
-
+@pytest.mark.parametrize(
+    "kind", ["attention", "fused", "masked", "convolution", "dtypes", "cumulative", "sums", "expanded gradient"]
+)
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_workspace_is_that_of_running_every_operation(kind, count):
     def forward(self, ids):
         x = self.norm(self.embed(ids))
         if self.kind == "attention":
@@ -343,20 +330,12 @@ class Mixed(nn.Module):
             return self.head(x).logsumexp(-1).std()
         return F.cross_entropy(self.head(x.float()).flatten(0, 1), ids.flatten())
 
-
-@pytest.mark.parametrize(
-    "kind", ["attention", "fused", "masked", "convolution", "dtypes", "cumulative", "sums", "expanded gradient"]
-)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_workspace_is_that_of_running_every_operation(kind, threads):
-    was = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        model, ids = Mixed(kind), torch.randint(0, 40, (4, 12))
+    with threads(count):
+        layers = {"linear": nn.Linear(32, 32), "conv": nn.Conv1d(32, 32, 3, padding=1), "head": nn.Linear(32, 40)}
+        model = model_of(forward, kind=kind, embed=nn.Embedding(40, 32), norm=nn.LayerNorm(32), **layers)
+        ids = torch.randint(0, 40, (4, 12))
         with capture(model, (ids,), {}, dynamic=[Dimension(0, 0), Dimension(0, 1)]) as captured:
             step = CapturedStep(captured, call_of(WatchedModel(model), (ids,), {}), model, NO_LOOP)
         for batch, length in ((2, 3), (4, 13), (3, 100), (16, 64), (64, 130), (2, 600)):
             graph = step.graph((batch, length))
             assert step.workspace_bytes((batch, length)) == workspace_bytes(graph), (batch, length)
-    finally:
-        torch.set_num_threads(was)

@@ -7,20 +7,7 @@ import random
 
 import pytest
 import torch
-from audited_models import (
-    WIDTH,
-    Block,
-    Custom,
-    Net,
-    batch,
-    by_reentrant,
-    by_torch,
-    kinds,
-    llama,
-    only,
-    plain,
-    tokens,
-)
+from audited_models import WIDTH, Block, Custom, Net, batch, by_reentrant, by_torch, kinds, llama, only, plain, tokens
 from conftest import model_of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

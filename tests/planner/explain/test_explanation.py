@@ -129,15 +129,11 @@ def test_one_of_several_results_has_the_name_of_its_operation():
 
 
 def test_activations_that_cannot_be_recomputed_are_marked():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.generator = nn.Parameter(torch.ones(8)), torch.Generator()
+    def forward(self, x):
+        return (x * torch.rand(8, generator=self.generator) * self.weight).sum()
 
-        def forward(self, x):
-            return (x * torch.rand(8, generator=self.generator) * self.weight).sum()
-
-    explanation = ackpt.explain(Own(), X)
+    own = model_of(forward, weight=nn.Parameter(torch.ones(8)), generator=torch.Generator())
+    explanation = ackpt.explain(own, X)
     assert ["generator" in line.reason for line in explanation.saved] == [True]
     assert "cannot" in str(explanation)
 

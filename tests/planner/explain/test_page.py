@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 from torch.cuda import _memory_viz
 
@@ -37,20 +38,11 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 @pytest.fixture(scope="module", params=[None, 0.7])
 def explanation(request):
-    return ackpt.explain(Model(), torch.ones(64, 8), request.param)
+    layers = (nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(3))
+    model = model_of(lambda self, x: self.layers(x).square().mean(), layers=nn.Sequential(*layers))
+    return ackpt.explain(model, torch.ones(64, 8), request.param)
 
 
 def test_the_page_is_complete_and_loads_nothing(explanation, tmp_path):

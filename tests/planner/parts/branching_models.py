@@ -5,6 +5,7 @@ import random
 import torch
 import torch.nn.functional as F
 from conftest import measured_step, model_of, seed
+from planned_models import Mean, Residuals
 from torch import nn
 
 
@@ -36,15 +37,9 @@ class DropPath(nn.Module):
         return torch.zeros_like(x) if self.training and random.random() < 0.3 else x
 
 
-class Skips(nn.Module):
-    def __init__(self, layers: int = 4):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), feed_forward(), DropPath()) for _ in range(layers))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+def skips():
+    blocks = (nn.Sequential(nn.LayerNorm(16), feed_forward(), DropPath()) for _ in range(4))
+    return Residuals(blocks), {"x": torch.randn(64, 16)}
 
 
 class Tagger(nn.Module):
@@ -108,11 +103,6 @@ def sparse_embedding():
     ), {"ids": torch.randint(50, (8, 24))}
 
 
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.square().mean()
-
-
 def scripted():
     script = torch.jit.script(nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
     return nn.Sequential(feed_forward(), script, feed_forward(), Mean()), {"input": torch.randn(64, 16)}
@@ -126,7 +116,7 @@ def compiled():
 MODELS = {
     "Mixtral": lambda: mixture("Mixtral"),
     "Qwen3-MoE": lambda: mixture("Qwen3-MoE"),
-    "drop path": lambda: (Skips(), {"x": torch.randn(64, 16)}),
+    "drop path": skips,
     "packed LSTM": lambda: (Tagger(), {"ids": torch.randint(50, (8, 24)), "lengths": torch.arange(8) * 2 + 8}),
     "matcher": lambda: (Detector(), {"x": torch.randn(8, 12, 16), "targets": torch.rand(8, 5, 4)}),
     "early exit": lambda: (EarlyExit(), {"x": torch.randn(64, 16)}),
@@ -137,7 +127,6 @@ MODELS = {
 
 
 def built(name: str):
-    """The model and its batch, the same every time."""
     torch.manual_seed(0)
     random.seed(0)
     return MODELS[name]()

@@ -7,6 +7,7 @@ import torch
 import torch.utils.checkpoint
 from branching_models import Adds, Tagger, built, feed_forward
 from conftest import assert_as_eager, assert_equal, left_by, measured_step, model_of, seed
+from planned_models import Residuals
 from torch import nn
 
 import ackpt
@@ -30,30 +31,15 @@ class Experts(nn.Module):
         return result
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(3))
+def routed(model, tokens: int, expert: int = 0):
+    """Hooks of the routers that send so many tokens to one expert, and the others to all experts in turn."""
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def to_one_expert(tokens: int, expert: int = 0):
-    """A hook of a router that sends so many tokens to one expert, and the others to all experts in turn."""
-
-    def routed(router, inputs, logits):
+    def chooses(router, inputs, logits):
         chosen = torch.arange(len(logits)) % EXPERTS
         chosen[:tokens] = expert
         return logits + 100 * nn.functional.one_hot(chosen, EXPERTS)
 
-    return routed
-
-
-def routed(model, tokens: int, expert: int = 0):
-    return [layer.router.register_forward_hook(to_one_expert(tokens, expert)) for layer in model.layers]
+    return [layer.router.register_forward_hook(chooses) for layer in model.blocks]
 
 
 def without(hooks):
@@ -79,9 +65,8 @@ class Steps:
             assert_equal(left_by(self.model, self.warns, *args), own, "step")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exceeds = (
-                measured_step(self.model, self.warns, *args, warmup=0).dynamic_peak_bytes > self.step.plan.limit_bytes
-            )
+            measured = measured_step(self.model, self.warns, *args, warmup=0)
+        exceeds = measured.dynamic_peak_bytes > self.step.plan.limit_bytes
         assert exceeds == bool(said) and len(said) <= 1
         if exceeds:
             with pytest.raises(ackpt.BudgetError, match="this step allocates .*on_exceed='warn'"):
@@ -93,7 +78,7 @@ class Steps:
 
 @pytest.mark.parametrize("budget", [0.7, "100%"])
 def test_experts_with_other_tokens(budget):
-    model, x = Model(), torch.randn(TOKENS, WIDTH)
+    model, x = Residuals(Experts() for _ in range(3)), torch.randn(TOKENS, WIDTH)
     steps = Steps(model, budget, (x,))
     found = [steps.exceeds(x + offset * torch.randn(WIDTH)) for offset in (0.3, 1.0, 2.0, 4.0)]
     for tokens, expert in ((128, 0), (300, 2), (TOKENS, 1)):
@@ -113,7 +98,7 @@ def test_packed_sequences_with_other_lengths(budget):
 
 
 def test_a_step_that_exceeds_the_budget_in_backward_has_complete_gradients():
-    x, model = torch.randn(TOKENS, WIDTH), Model()
+    x, model = torch.randn(TOKENS, WIDTH), Residuals(Experts() for _ in range(3))
     probe = ackpt.compile(model, x, budget="1GiB")
     left_by(model, probe, x)
     step = ackpt.compile(model, x, budget=probe.plan.least_peak_bytes)

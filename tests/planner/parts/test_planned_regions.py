@@ -227,8 +227,6 @@ def test_smaller_batches_use_the_plan_of_the_largest():
 
 
 class Grows(Adds):
-    """Repeats its input as often as the largest element says."""
-
     def forward(self, x):
         return super().forward(x.repeat(int(x.max()), 1))
 
@@ -346,8 +344,6 @@ def test_a_loss_held_by_the_loop_is_allowed():
 
 
 class Holds(Adds):
-    """Returns its features beside the loss."""
-
     def forward(self, x):
         features = self.first(x)
         return super().forward(x), features.repeat(1, 64)
@@ -368,8 +364,6 @@ def test_outputs_held_by_the_loop_count():
 
 
 class Remembers(nn.Sequential):
-    """A layer that adds what it computed in the step before."""
-
     memory = None
 
     def forward(self, input):
@@ -406,14 +400,13 @@ def test_tensors_kept_for_the_next_step_count():
         results(of_plan, step, batch)
 
 
-def make_skips(skips: bool):
-    """A layer, or nothing."""
-    return model_of(lambda self, x: x if self.skips else self.layer(x), layer=feed_forward(), skips=skips)
-
-
 def test_a_returned_argument_belongs_to_the_block_that_computed_it():
     skips = iter([False, True, True])
-    model, batch = Adds(lambda: make_skips(next(skips)), is_residual=False), {"x": torch.randn(64, 16)}
+    model = Adds(
+        lambda: model_of(lambda self, x: x if self.skips else self.layer(x), layer=feed_forward(), skips=next(skips)),
+        is_residual=False,
+    )
+    batch = {"x": torch.randn(64, 16)}
     step = ackpt.compile(model, budget="1GiB", **batch)
     results(model, step, batch)
     assert step.plan.baseline_peak_bytes == measured(model, model, batch).peak_bytes
@@ -424,8 +417,6 @@ def test_a_returned_argument_belongs_to_the_block_that_computed_it():
 
 
 class SkipsBlocks(nn.Module):
-    """SkipsBlocks some of its blocks, as layerdrop does."""
-
     def __init__(self):
         super().__init__()
         blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 16)) for _ in range(6))

@@ -22,20 +22,14 @@ UNIT = 4000
 UNHELPFUL = "resnet18", "revolve"  # the first block is the largest, and all of it must be there beside the states
 
 
-def line(n):
-    """`n` equal layers, each of which reads its output in backward."""
-
+def line_of(n):
     def forward(self, x):
         x = x * self.weight
         for _ in range(self.n):
             x = x.tanh()
         return x.sum()
 
-    return model_of(forward, n=n, weight=nn.Parameter(torch.ones(1)))
-
-
-def line_of(n):
-    graph = ackpt.trace(line(n), torch.ones(UNIT // 4))
+    graph = ackpt.trace(model_of(forward, n=n, weight=nn.Parameter(torch.ones(1))), torch.ones(UNIT // 4))
     return graph, ackpt.profile(graph), len(fine_chain(graph).blocks)
 
 

@@ -5,23 +5,17 @@ import functools
 import pytest
 import torch
 import transformers
+from planned_models import language_model, resnet18
 from torch.utils.checkpoint import checkpoint
 
 import ackpt
-from ackpt.models import LanguageModel, TransformerConfig
 from ackpt.planner.policies.chains.blocks import cut_points
-from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
+from experiments.models import BertConfig, BertForMaskedLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS, LENGTH, LAYERS = 50, 48, 2
 BLOCKS = ("Block", "BertBlock", "BasicBlock", "GPT2Block", "ResNetBasicLayer")
-
-
-def language_model():
-    config = TransformerConfig(dim=32, ff_dim=128, layers=LAYERS, head_dim=16, vocab_size=WORDS)
-    tokens, offsets = torch.randint(WORDS, (4 * LENGTH,)), LENGTH * torch.arange(5, dtype=torch.int32)
-    return LanguageModel(config), (tokens, offsets, LENGTH, tokens.roll(-1)), {}
 
 
 def bert():
@@ -38,11 +32,6 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config), (), {"input_ids": tokens, "labels": tokens, "use_cache": False}
 
 
-def resnet18():
-    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=8, num_classes=5))
-    return model, (torch.randn(32, 3, 64, 64), torch.randint(5, (32,))), {}
-
-
 def hf_resnet():
     config = transformers.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 16, 32, 64], depths=[2, 2, 2, 2], num_labels=5, layer_type="basic"
@@ -51,7 +40,11 @@ def hf_resnet():
     return transformers.ResNetForImageClassification(config), (images, torch.randint(5, (32,))), {}
 
 
-MODELS = {build.__name__: build for build in (language_model, bert, gpt2, resnet18, hf_resnet)}
+MODELS = {
+    "language_model": lambda: (*language_model(WORDS, LENGTH, dim=32, ff_dim=128, head_dim=16), {}),
+    "resnet18": lambda: (*resnet18(8, (32, 3, 64, 64)), {}),
+    **{build.__name__: build for build in (bert, gpt2, hf_resnet)},
+}
 
 
 def measured(name, run, plan):
@@ -104,7 +97,7 @@ def test_full_beats_checkpoint_around_every_block(name, run):
 
 
 def test_the_recomputed_flops_are_those_of_the_plan():
-    model, args, kwargs = language_model()
+    model, args, kwargs = MODELS["language_model"]()
     step = full(model, args, kwargs)
     plain = ackpt.count_flops(lambda: model(*args, **kwargs).backward())
     planned = ackpt.count_flops(lambda: step(*args, **kwargs).backward())
@@ -113,7 +106,7 @@ def test_the_recomputed_flops_are_those_of_the_plan():
 
 
 def test_blocks_are_found_without_names():
-    model, args, kwargs = language_model()
+    model, args, kwargs = MODELS["language_model"]()
     graph = ackpt.trace(model, *args, **kwargs)
     ends = [graph.nodes[graph.storages[cut].producer] for cut in cut_points(graph)]
     assert {f"blocks.{layer}" for layer in range(LAYERS)} <= {end.module for end in ends}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_as_eager, measured_step
+from conftest import assert_as_eager, measured_step, model_of
 from torch import nn
 
 import ackpt
@@ -122,17 +122,11 @@ def test_nothing_is_packed_without_times_or_by_a_compiler_that_cannot(graph, pro
 def test_boolean_masks_that_are_saved_are_packed():
     """As on a GPU, one operation draws the mask and computes the result: a mask that it draws again stays."""
 
-    class Native(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+    def native(layer):
+        return model_of(lambda self, x: torch.native_dropout(self.layer(x).tanh(), 0.1, True)[0], layer=layer)
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = torch.native_dropout(layer(x).tanh(), 0.1, True)[0]
-            return x.sum()
-
-    graph = ackpt.trace(Native(), torch.ones(64, 32))
+    model = nn.Sequential(*(native(nn.Linear(32, 32)) for _ in range(4)))
+    graph = ackpt.trace(model, torch.ones(64, 32))
     profile = default_profile(graph)
     points = frontier(graph, profile, auto.candidates)
     packing = [point.schedule for point in points if point.schedule.packed]

@@ -18,12 +18,8 @@ WORDS = 20
 ENDS = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 
 
-def tokens():
-    return torch.randint(WORDS, (2, 12))
-
-
 def with_labels():
-    found = tokens()
+    found = torch.randint(WORDS, (2, 12))
     return {"input_ids": found, "labels": found}
 
 
@@ -45,18 +41,14 @@ def convnext():
     return transformers.ConvNextForImageClassification(config), {"pixel_values": images, "labels": torch.tensor([1, 2])}
 
 
-def recurrent():
+def lstm():
     def forward(self, input_ids):
         hidden, _ = self.layers(self.embedding(input_ids))
         return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), input_ids.flatten())}
 
     return model_of(
         forward, embedding=nn.Embedding(WORDS, 32), head=nn.Linear(32, WORDS), layers=nn.LSTM(32, 32, 3, dropout=0.2)
-    )
-
-
-def lstm():
-    return recurrent(), {"input_ids": torch.randint(WORDS, (48, 4))}
+    ), {"input_ids": torch.randint(WORDS, (48, 4))}
 
 
 MODELS = {"llama": llama, "distilbert": distilbert, "convnext": convnext, "lstm": lstm}

@@ -7,23 +7,18 @@ import sys
 import pytest
 import torch
 from conftest import assert_as_eager, measured_step
+from planned_models import language_model, resnet18
 from small_models import build
 from torch import nn
 
 import ackpt
 from ackpt.graph import profile, rewrite, simulate
-from ackpt.models import LanguageModel, TransformerConfig
+from ackpt.models import LanguageModel
 from ackpt.planner.policies.mu_two import Link, drop, evictions, intermediates, order_for_each_reader
 from ackpt.planner.schedule.schedule import everything, missing, scheduled
 from ackpt.planner.schedule.simulator import copies
-from experiments.models.resnet import ResNet, ResNetConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def once_for_each_reader(graph):
-    """The schedule that saves nothing and frees what only a recomputation needs."""
-    return scheduled(graph, None, order_for_each_reader(graph.analysis, ()))
 
 
 def unit_times(graph):
@@ -96,19 +91,11 @@ def test_copies_that_overlap_with_compute_are_free(chain):
     assert Link(unit_times(chain), chain.boundary).overhead(first) == (100 - 4) + (100 - 6)
 
 
-def language_model():
-    config = TransformerConfig(dim=16, ff_dim=64, layers=2, head_dim=16, vocab_size=40)
-    tokens, offsets = torch.randint(40, (4 * 48,)), 48 * torch.arange(5, dtype=torch.int32)
-    return LanguageModel(config), (tokens, offsets, 48, tokens.roll(-1))
-
-
-def resnet18():
-    model = ResNet(ResNetConfig("basic", (2, 2, 2, 2), width=4, num_classes=5))
-    return model, (torch.randn(4, 3, 64, 64), torch.randint(5, (4,)))
-
-
 # With a budget for the CPU, where operations take memory within themselves, which is not in the analytic profile.
-CASES = {"language model": (language_model, (0.9, 0.7, 0.5, 0.4), 0.5), "resnet18": (resnet18, (0.9, 0.8, 0.7), 0.9)}
+CASES = {
+    "language model": (lambda: language_model(40, 48, ff_dim=64, head_dim=16), (0.9, 0.7, 0.5, 0.4), 0.5),
+    "resnet18": (lambda: resnet18(images=(4, 3, 64, 64)), (0.9, 0.8, 0.7), 0.9),
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -158,5 +145,5 @@ def test_with_many_choices_only_some_are_simulated(monkeypatch):
     graph = ackpt.trace(nn.Sequential(*layers), torch.ones(64, 4))
     found = [simulate(graph, profile(graph), made) for made in evictions(graph, profile(graph))]
     assert 4 <= len(found) <= 2 * 4
-    nothing_kept = simulate(graph, profile(graph), once_for_each_reader(graph))
+    nothing_kept = simulate(graph, profile(graph), scheduled(graph, None, order_for_each_reader(graph.analysis, ())))
     assert min(each.peak_bytes for each in found) == nothing_kept.peak_bytes

@@ -52,15 +52,11 @@ def searches(monkeypatch):
     return count
 
 
-def text(plan, tmp_path) -> str:
-    return plan.save(tmp_path / "plan.json").read_text()
-
-
 def test_a_second_run_does_not_search_and_has_the_same_plan(tmp_path, searches):
     folder = tmp_path / "new" / "cache"
     plans = [ackpt.compile(model(), X, budget=0.75, cache=cache).plan for cache in (None, folder, folder, str(folder))]
     assert searches == [2]  # without the cache, and the first time with it
-    assert len({text(plan, tmp_path) for plan in plans}) == 1 and plans[0].cost > 0
+    assert len({plan.save(tmp_path / "plan.json").read_text() for plan in plans}) == 1 and plans[0].cost > 0
     assert len(list(folder.iterdir())) == 1
 
 

@@ -76,9 +76,8 @@ def test_an_infeasible_budget_names_the_loss():
     model = LanguageModel(TransformerConfig(dim=16, ff_dim=32, layers=1, head_dim=8, vocab_size=1000))
     ids, starts = torch.zeros(64, dtype=torch.int64), torch.tensor([0, 64], dtype=torch.int32)
     message = refusal(ackpt.trace(model, ids, starts, 64, ids))
-    assert (
-        "250.0 KiB: use a smaller batch, shorter sequences or smaller images, or chunk the loss" in message
-    )  # 64 * 1000 * 4 bytes
+    # 64 * 1000 * 4 bytes
+    assert "250.0 KiB: use a smaller batch, shorter sequences or smaller images, or chunk the loss" in message
 
 
 def test_an_infeasible_budget_names_the_optimizer_s_step():

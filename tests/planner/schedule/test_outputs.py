@@ -19,8 +19,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Classifier(nn.Module):
-    """Returns the loss, the logits, the predictions and the features."""
-
     def __init__(self):
         super().__init__()
         self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 40)
@@ -105,19 +103,17 @@ def test_invalid_values_of_the_option_are_refused(given):
     raises(ValueError, "outputs must be 'drop' or 'keep', got 3", lambda: ackpt.trace(model, *batch, outputs=3))
 
 
-def reshaped(function):
-    def forward(self, x):
-        hidden = self.first(x)
-        return self.second(hidden).tanh().mean(), self.function(hidden)
-
-    return model_of(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16), function=function)
-
-
 @pytest.mark.parametrize("function", [lambda h: h.view(4, 32), lambda h: h, lambda h: h[0]])
 @pytest.mark.parametrize("differentiate", ["loss", "all"])
 def test_an_output_that_is_changed_before_backward_reads_it(function, differentiate):
     """Eager raises an error; AOTAutograd does not notice a change of a single view."""
-    step = ackpt.compile(reshaped(function), torch.randn(8, 16), policy="none", differentiate=differentiate)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden).tanh().mean(), function(hidden)
+
+    model = model_of(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16))
+    step = ackpt.compile(model, torch.randn(8, 16), policy="none", differentiate=differentiate)
     loss, output = step(torch.randn(8, 16))
     with torch.no_grad():
         output.mul_(2)
@@ -147,16 +143,6 @@ def test_the_caller_may_change_an_output_that_backward_does_not_read(given, poli
     assert_as_eager(model, step, *given[1:], loss=change)
 
 
-def make_model(function):
-    """Adds one to its input, in place."""
-
-    def forward(self, x):
-        x.add_(1)
-        return self.function(x, self.weight)
-
-    return model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), function=function)
-
-
 CASES = {
     "a view": lambda x, w: (x.t(), (x.sin() @ w).sum()),
     "a part, which backward does not read": lambda x, w: (x[1:], w.sin()),
@@ -169,7 +155,11 @@ CASES = {
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", CASES)
 def test_planned_as_measured(name, policy):
-    model, x = make_model(CASES[name]), torch.randn(3, 4)
+    def forward(self, x):
+        x.add_(1)
+        return self.function(x, self.weight)
+
+    model, x = model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), function=CASES[name]), torch.randn(3, 4)
     expected = [output.detach().clone() for output in model(x.clone())]
     step = ackpt.compile(model, x, policy=policy, differentiate="all")
     own = x.clone()
@@ -224,20 +214,6 @@ def test_other_outputs_of_inputs_that_share_memory(name):
     assert all(map(torch.equal, *results))
 
 
-class Two(nn.Module):
-    """Two heads on one trunk; a third output is a view of the first, and one parameter is never used."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.unused = nn.Parameter(torch.zeros(2))
-
-    def forward(self, x):
-        h = self.trunk(x).sin()
-        left = self.left(h).cos()
-        return left, self.right(x).tanh(), h.detach().sum(), left * 2
-
-
 STEPS = {
     "ackpt.compile": lambda model, x: ackpt.compile(model, x, differentiate="all"),
     "dynamo": lambda model, x: torch.compile(model, backend="ackpt", options={"differentiate": "all"}),
@@ -248,7 +224,13 @@ REACHED = [c for size in (1, 2, 3) for c in itertools.combinations(DIFFERENTIABL
 
 @pytest.mark.parametrize("name", STEPS)
 def test_parameters_that_backward_does_not_reach_have_no_gradient(name):
-    model, x = Two(), torch.randn(2, 4)
+    def forward(self, x):
+        h = self.trunk(x).sin()
+        left = self.left(h).cos()
+        return left, self.right(x).tanh(), h.detach().sum(), left * 2
+
+    layers = {name: nn.Linear(4, 4) for name in ("trunk", "left", "right")}
+    model, x = model_of(forward, **layers, unused=nn.Parameter(torch.zeros(2))), torch.randn(2, 4)
     torch._dynamo.reset()
     step = STEPS[name](model, x)
     for reached in REACHED:
@@ -260,16 +242,6 @@ def test_a_gradient_that_is_always_zero_is_zero():
     model = model_of(lambda self, x: (torch.copysign(self.size, self.sign) * x).sum(), size=size, sign=sign)
     ackpt.compile(model, x)(x).backward()
     assert model.sign.grad is not None and not model.sign.grad.any()
-
-
-def make_model_tangents(view):
-    """Outputs are views of two values of shape (3, 4): the product and its sine."""
-
-    def forward(self, x):
-        product = x @ self.weight
-        return self.view(product, product.sin())
-
-    return model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), view=view)
 
 
 # name -> (outputs, bytes of the tangents, bytes of gradients that torch copies into them)
@@ -291,8 +263,12 @@ CASES_TANGENTS = {
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("name", CASES_TANGENTS)
 def test_incoming_gradients_have_memory_of_their_own(name, policy):
+    def forward(self, x):
+        product = x @ self.weight
+        return self.view(product, product.sin())
+
     view, tangents, copied = CASES_TANGENTS[name]
-    model, x = make_model_tangents(view), torch.randn(3, 4)
+    model, x = model_of(forward, weight=nn.Parameter(torch.randn(4, 4)), view=view), torch.randn(3, 4)
     graphs = []
 
     def planner(graph):

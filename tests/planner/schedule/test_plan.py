@@ -16,14 +16,11 @@ from ackpt.metering.meter import memory_format
 from ackpt.planner.policies import POLICIES
 
 
-def residual():
-    forward = lambda self, x: x + self.down(nn.functional.gelu(self.up(x)))  # noqa: E731
-    return model_of(forward, up=nn.Linear(8, 32), down=nn.Linear(32, 8))
-
-
 def model():
     torch.manual_seed(0)
-    return nn.Sequential(*(residual() for _ in range(4)), Mean())
+    forward = lambda self, x: x + self.down(nn.functional.gelu(self.up(x)))  # noqa: E731
+    blocks = (model_of(forward, up=nn.Linear(8, 32), down=nn.Linear(32, 8)) for _ in range(4))
+    return nn.Sequential(*blocks, Mean())
 
 
 X = torch.ones(64, 8)

@@ -61,9 +61,7 @@ def computed_often(graph, number: int):
         for node in missing(analysis, place, live):
             backward.append(node)
             live.add(node)
-        later = {source for node in order[at + 1 :] for source in graph.nodes[node].inputs}.intersection(
-            order[: at + 1]
-        )
+        later = {source for node in order[at + 1 :] for source in graph.nodes[node].inputs} & {*order[: at + 1]}
         later = {storage for source in later for storage in graph.nodes[source].storages}
         kept = later | analysis.live_to_end | must_be_saved(graph) | analysis.resident
         for producer in sorted({graph.storages[s].producer for node in live for s in graph.nodes[node].storages}):

@@ -18,14 +18,11 @@ from ackpt.planner.schedule.listing import Line, Listing, boxed
 from ackpt.planner.schedule.proof import FakeResults, fake_results, storages_in
 
 
-def model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-
-
 @pytest.fixture
 def graph():
-    return ackpt.trace(model(), torch.ones(3, 4))
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()
+    return ackpt.trace(nn.Sequential(*layers), torch.ones(3, 4))
 
 
 def targets(module):
@@ -48,19 +45,15 @@ def test_dropout_is_recomputed_from_the_saved_state(graph):
     assert run_and_save not in targets(plain.forward) and run_again not in targets(plain.backward)
 
 
-def longer_lived(listing):
-    """Hold the result of the first product to the end, by using it again in the last operation."""
-    first = next(line for line in listing.lines if line.target is torch.ops.aten.addmm.default)
-    listing.lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, (first,)))
-
-
 def test_a_module_with_other_bytes_is_reported(graph, monkeypatch):
     implementation = sys.modules["ackpt.planner.schedule.rewriting"]
     build = implementation._rewritten
 
     def tampered(*args):
         rewritten = build(*args)
-        longer_lived(rewritten.forward_listing)
+        lines = rewritten.forward_listing.lines
+        first = next(line for line in lines if line.target is torch.ops.aten.addmm.default)
+        lines.insert(-1, Line("call_function", torch.ops.aten.alias.default, (first,)))  # holds its result to the end
         return rewritten
 
     monkeypatch.setattr(implementation, "_rewritten", tampered)
@@ -76,13 +69,9 @@ def mixed(x, index):
     return where[1:, ::2], x.std(dim=[0], correction=0, keepdim=True), table
 
 
-def captured() -> tuple[fx.GraphModule, list[torch.Tensor]]:
+def test_a_listing_is_turned_back_into_its_graph_and_its_code_gives_the_same_results():
     args = [torch.randn(3, 4), torch.tensor([0, 2])]
-    return make_fx(mixed, tracing_mode="fake")(*args), args
-
-
-def test_a_listing_is_turned_back_into_its_graph():
-    module, args = captured()
+    module = make_fx(mixed, tracing_mode="fake")(*args)
     again = fx.GraphModule(module, listing_of(module).graph())
     one, other = (
         [(node.op, node.name, str(node.target), str(node.args), str(node.kwargs)) for node in each.graph.nodes]
@@ -90,10 +79,6 @@ def test_a_listing_is_turned_back_into_its_graph():
     )
     assert one == other
     assert all(map(torch.equal, again(*args), module(*args)))
-
-
-def test_the_code_of_a_listing_gives_the_results_of_the_module():
-    module, args = captured()
     given = list(args)
     results = boxed(module, listing_of(module))(given)
     assert given == []
@@ -125,8 +110,6 @@ aten = torch.ops.aten
 
 
 class Counted:
-    """An operation that counts how often it runs."""
-
     def __init__(self, operation):
         self.operation, self.count = operation, 0
 

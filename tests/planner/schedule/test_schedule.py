@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import raises
+from conftest import model_of, raises
 from torch import nn
 
 import ackpt
@@ -17,10 +17,6 @@ from ackpt.planner.schedule.schedule import COMPUTE, frees, live_before_backward
 def graph():
     layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
     return ackpt.trace(nn.Sequential(*layers), torch.ones(2, 4))
-
-
-def names(graph, steps):
-    return [graph.nodes[step.id].target for step in steps if step.kind == COMPUTE]
 
 
 def recomputed(graph, schedule):
@@ -36,7 +32,7 @@ def test_saving_nothing_recomputes_each_value_once_and_late(graph):
     again = operations(graph, recomputed(graph, schedule))
     # The last Tanh is the output, which the caller holds; of the others each runs once more.
     assert sorted(again) == 2 * ["aten.addmm.default"] + 2 * ["aten.tanh.default"]
-    order = names(graph, schedule.backward)
+    order = [graph.nodes[step.id].target for step in schedule.backward if step.kind == COMPUTE]
     assert order.index("aten.tanh_backward.default") < order.index("aten.addmm.default")
     simulated = simulate(graph, profile(graph), schedule)
     assert simulated.recompute_flops == 2 * (2 * 2 * 4 * 4)
@@ -48,24 +44,16 @@ def test_writing_operations_are_not_recomputed():
     raises(ScheduleError, "cannot be recomputed: it changes its argument", lambda: scheduled(graph, None, [copy]))
 
 
-class Net(torch.nn.Module):
-    """Views, several results of one operation, batch norm, and random numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = torch.nn.Linear(8, 24), torch.nn.BatchNorm1d(24), torch.nn.Linear(24, 8)
-        self.dropout = torch.nn.Dropout(0.5)
-
+@pytest.fixture(scope="module")
+def drawn_graph():
     def forward(self, x):
         for _ in range(3):
             a, b, c = self.norm(self.first(x)).tanh().chunk(3, 1)
             x = self.last(self.dropout(torch.cat([a * b, b.exp(), c.max(0).values + a], 1))) + x
         return x.square().mean()
 
-
-@pytest.fixture(scope="module")
-def drawn_graph():
-    return ackpt.trace(Net(), torch.randn(16, 8))
+    layers = {"first": nn.Linear(8, 24), "norm": nn.BatchNorm1d(24), "last": nn.Linear(24, 8)}
+    return ackpt.trace(model_of(forward, **layers, dropout=nn.Dropout(0.5)), torch.randn(16, 8))
 
 
 def one_by_one(drawn_graph, order):
@@ -90,9 +78,8 @@ def test_frees_are_those_found_one_by_one(drawn_graph, seed):
     readers = analysis.needed_backward
     order = unpacked_at_once(drawn_graph, recompute_late(analysis, readers, live_before_backward(analysis, saved)))
     freed = frees(drawn_graph, order, BACKWARD)
-    assert (list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())) == one_by_one(
-        drawn_graph, order
-    )
+    found = list(zip(freed.positions.tolist(), freed.storages.tolist())), set(freed.needed.tolist())
+    assert found == one_by_one(drawn_graph, order)
 
 
 @pytest.mark.parametrize("seed", range(10))

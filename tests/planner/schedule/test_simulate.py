@@ -8,7 +8,7 @@ from conftest import model_of, raises
 from torch import nn
 
 import ackpt
-from ackpt.graph import Profile, Schedule, ScheduleError, lower, simulate
+from ackpt.graph import Profile, ScheduleError, lower, simulate
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Step, everything
 from ackpt.planner.schedule.simulator import peak_of, rng_state_bytes
 
@@ -16,13 +16,11 @@ B = 16  # bytes of a tensor
 STATE = torch.get_rng_state().numel()
 
 
-def model(function):
-    """A function of ``x * w``, both of four floats."""
-    return model_of(lambda self, x: self.function(x * self.w), w=nn.Parameter(torch.randn(4)), function=function)
-
-
 def traced(function):
-    return ackpt.trace(model(function), torch.randn(4))
+    return ackpt.trace(
+        model_of(lambda self, x: self.function(x * self.w), w=nn.Parameter(torch.randn(4)), function=function),
+        torch.randn(4),
+    )
 
 
 def exp_and_sin():
@@ -128,10 +126,6 @@ def test_the_optimizer_step_comes_last():
 # What it refuses
 
 
-def changed(schedule: Schedule, **changes) -> Schedule:
-    return dataclasses.replace(schedule, **changes)
-
-
 def test_schedules_and_profiles_of_another_graph_are_refused():
     graph, other = exp_and_sin(), traced(torch.sin)
     with pytest.raises(ScheduleError, match="this schedule was made for another graph.*Make a new one"):
@@ -171,4 +165,5 @@ def test_a_schedule_that_cannot_run_is_refused(name):
     change, message = CANNOT_RUN[name]
     graph = exp_and_sin()
     schedule = everything(graph)
-    raises(ScheduleError, message, lambda: simulate(graph, costs(graph), changed(schedule, **change(graph, schedule))))
+    wrong = dataclasses.replace(schedule, **change(graph, schedule))
+    raises(ScheduleError, message, lambda: simulate(graph, costs(graph), wrong))

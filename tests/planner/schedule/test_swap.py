@@ -10,17 +10,7 @@ from simulated_cuda import Machine, SimulatedTransport, Span
 from torch import nn
 
 import ackpt
-from ackpt.graph import (
-    Plan,
-    PlanError,
-    PlannedStep,
-    ScheduleError,
-    Step,
-    lower,
-    profile,
-    rewrite,
-    simulate,
-)
+from ackpt.graph import Plan, PlanError, PlannedStep, ScheduleError, Step, lower, profile, rewrite, simulate
 from ackpt.planner.choose import check_runs, default_profile
 from ackpt.planner.costs.devices import device
 from ackpt.planner.request import Request
@@ -50,9 +40,8 @@ def timed(graph, copy_seconds: float):
     seconds = tuple(
         1.0 if graph.analysis.allocated.get(n.id) and n.id not in graph.analysis.sources else 0.0 for n in graph.nodes
     )
-    return dataclasses.replace(
-        profile(graph), seconds=seconds, swap_seconds=(float(copy_seconds),) * len(graph.storages)
-    )
+    copies = (float(copy_seconds),) * len(graph.storages)
+    return dataclasses.replace(profile(graph), seconds=seconds, swap_seconds=copies)
 
 
 def moved(graph, storages, copy_seconds, limit=ANY):
@@ -141,9 +130,8 @@ def test_bytes_do_not_depend_on_times(graph, tanhs):
 
 def deep(width=16, layers=6, batch=256):
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
-    ), torch.randn(batch, width)
+    parts = (layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh()))
+    return nn.Sequential(*parts), torch.randn(batch, width)
 
 
 def test_the_limit_decides_between_bytes_and_seconds():
@@ -164,10 +152,6 @@ def test_the_limit_decides_between_bytes_and_seconds():
     assert waits == sorted(waits, reverse=True) and waits[0] > waits[-1]
 
 
-def planned(model, planner):
-    return PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=planner(graph), limit_bytes=None))
-
-
 def away_and_again(graph):
     """Some offloaded, some recomputed from what is offloaded."""
     analysis = graph.analysis
@@ -178,7 +162,7 @@ def away_and_again(graph):
 
 def test_an_offloaded_step_is_bit_equal_and_has_the_simulated_peak():
     model, x = deep()
-    step = planned(model, away_and_again)
+    step = PlannedStep(model, lambda graph: types.SimpleNamespace(schedule=away_and_again(graph), limit_bytes=None))
     step.prepare(x)
     graph = ackpt.trace(model, x)
     found = simulate(graph, profile(graph, workspace="measured"), step.plan.schedule)
@@ -225,10 +209,7 @@ def test_schedules_that_cannot_run_are_refused(graph, tanhs):
         (changed("forward", wait, []), f"storage {first} is freed before the wait for its offload"),
         (changed("forward", out, [out, out]), f"storage {first} is offloaded twice"),
         (changed("forward", free, []), f"storage {first} is prefetched while it is still live"),
-        (
-            changed("forward", free, [free, back]),
-            f"copies of storages \\[{first}\\] are in progress at the end of the fo",
-        ),
+        (changed("forward", free, [free, back]), f"copies of storages \\[{first}\\] are in progress at the end of"),
         (changed("forward", free, [free, Step(PREFETCH, tanhs[1])]), "is prefetched, but it was never offloaded"),
         (changed("forward", out, [out, Step(OFFLOAD, weight)]), f"storage {weight} belongs to the caller"),
         (changed("forward", free, [free, Step(OFFLOAD, freed)]), f"storage {freed} is offloaded, but it is not live"),

@@ -171,19 +171,13 @@ def test_the_optimizer_of_many_blocks_is_known_from_three(whole):
     assert sharded_optimizer(torch.optim.AdamW, whole.groups, sharding, on_cpu=False) == expected
 
 
-def twice():
-    """Its blocks run twice."""
-
+def test_a_block_that_runs_twice_is_refused():
     def forward(self, x):
         for block in [*self.blocks, *self.blocks]:
             x = block(x).relu()
         return x.sum()
 
-    return model_of(forward, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
-
-
-def test_a_block_that_runs_twice_is_refused():
-    model = twice()
+    model = model_of(forward, blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)))
     graph = ackpt.trace(model, torch.ones(2, 4))
     profile = ackpt.profile(graph)
     walk = Walk(graph, ackpt.plan(graph).schedule, profile.workspace_bytes, groups_of(model), Sharding(2))

@@ -1,8 +1,8 @@
 """A budget in place: the model stays the object that it is, and its training calls run as planned."""
 
+import concurrent.futures
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -16,8 +16,6 @@ from ackpt.checkpointing.reachable import IN_PLACE
 
 
 class Net(nn.Module):
-    """Layers and a loss, with a method and an attribute of its own."""
-
     def __init__(self, width: int = 16):
         super().__init__()
         self.width = width
@@ -54,10 +52,6 @@ def gradients(model, batch=BATCH):
     model.zero_grad()
     model(**batch)["loss"].backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def peak(model) -> int:
-    return measured_step(model, model, loss=lambda outputs: outputs["loss"], **BATCH).peak_bytes
 
 
 @pytest.mark.parametrize("kind", [Net, OwnCall])
@@ -185,13 +179,10 @@ def test_other_plans_refuse_a_model_with_a_budget(model):
 
 def test_several_threads_can_call_the_model(model):
     ackpt.apply_budget(model, BATCH, budget=0.7)
-    expected, results = model(**BATCH)["loss"].detach(), []
-    threads = [threading.Thread(target=lambda: results.append(model(**BATCH)["loss"].detach())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+    expected = model(**BATCH)["loss"].detach()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: model(**BATCH)["loss"].detach(), range(3)))
+    assert all(torch.equal(each, expected) for each in results)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo reads that of the second graph's input
@@ -262,7 +253,7 @@ def test_a_warning_points_at_the_line_that_called(model):
 def test_compile_keeps_the_budget(model):
     step = ackpt.apply_budget(model, BATCH, budget=0.7)
     model.compile(backend="eager")
-    assert peak(model) == step.plan.peak_bytes
+    assert measured_step(model, model, loss=lambda outputs: outputs["loss"], **BATCH).peak_bytes == step.plan.peak_bytes
     ackpt.remove_budget(model)
     model.compile(backend="eager")
     assert model._compiled_call_impl is not None
@@ -294,10 +285,8 @@ def test_a_batch_that_is_not_one_argument_is_explained(model, inputs, said):
 
 
 def test_a_dict_in_a_list_says_how_each_function_takes_it(model):
-    with pytest.raises(
-        TypeError, match=r"ackpt.compile\(model, \*\*batch\), or .* ackpt.apply_budget\(model, batch, b"
-    ):
-        ackpt.apply_budget(model, [BATCH], budget=0.5)
+    said = r"ackpt.compile\(model, \*\*batch\), or .* ackpt.apply_budget\(model, batch, b"
+    raises(TypeError, said, lambda: ackpt.apply_budget(model, [BATCH], budget=0.5))
 
 
 def test_a_saved_plan_runs_in_place(model, tmp_path):

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from call_cases import CASES, Two, chain
-from conftest import assert_as_eager, assert_equal, assert_same_step, model_of, raises
+from conftest import assert_as_eager, assert_equal, assert_same_step, model_of, raises, threads
 from random_fates import planned
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,14 +30,6 @@ def test_a_step_is_the_model_bit_for_bit(name, policy):
 
 def x(seed=0, rows=3):
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
-
-
-def pair(policy="full"):
-    """An eager model, and a step of a copy of it."""
-    torch.manual_seed(0)
-    model = Two(chain)
-    copied = copy.deepcopy(model)
-    return model, copied, ackpt.compile(copied, x(), policy=policy)
 
 
 def no_grad(call, model):
@@ -163,8 +155,10 @@ LIVES += [autocast, frozen_later, module_replaced, attribute_changed, state_load
 
 @pytest.mark.parametrize("life", LIVES)
 def test_a_step_follows_changes_of_its_model_over_many_calls(life):
-    eager, model, step = pair()
-    found = []
+    torch.manual_seed(0)
+    eager, found = Two(chain), []
+    model = copy.deepcopy(eager)
+    step = ackpt.compile(model, x(), policy="full")
     for own, call in ((eager, eager), (model, step)):
         torch.manual_seed(1)
         outputs = life(call, own) or []
@@ -250,32 +244,20 @@ def hook_of_all_modules():
     handle.remove()
 
 
-@contextlib.contextmanager
-def another_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    yield
-    torch.set_num_threads(before)
-
-
 SETTINGS = {
     "torch.backends.cuda.flash_sdp_enabled() changed": lambda: sdpa_kernel(SDPBackend.MATH),
     "a hook of all modules changed": hook_of_all_modules,
-    "torch.get_num_threads() changed": another_thread,
+    "torch.get_num_threads() changed": lambda: threads(torch.get_num_threads() + 1),
 }
-
-
-def attention():
-    def forward(self, x):
-        query, key, value = self.act(self.project(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(query, key, value)
-
-    return model_of(forward, project=nn.Linear(8, 24), act=nn.Tanh())
 
 
 @pytest.mark.parametrize("cause", SETTINGS)
 def test_settings_of_torch_belong_to_a_capture(cause):
-    model, inputs = attention(), torch.randn(2, 16, 8)
+    def forward(self, x):
+        query, key, value = self.act(self.project(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+    model, inputs = model_of(forward, project=nn.Linear(8, 24), act=nn.Tanh()), torch.randn(2, 16, 8)
     step = ackpt.compile(model, inputs, policy="full")
     for setting in (contextlib.nullcontext, SETTINGS[cause], contextlib.nullcontext):
         with setting():
@@ -292,7 +274,6 @@ def test_counting_flops_causes_no_capture():
 
 
 def scaled():
-    """Scales by a tensor that is neither a parameter nor a buffer."""
     return model_of(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(4, 4), scale=torch.full((4,), 2.0))
 
 
@@ -317,15 +298,12 @@ def test_a_held_tensor_that_requires_grad_later_is_refused():
     assert_equal([model(x())], [step(x())], "outputs")
 
 
-def complex():
-    return model_of(
-        lambda self, x: (x @ self.weight).abs() + x.abs(), weight=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-    )
-
-
 @pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
 def test_lazy_conjugates_and_negatives_are_captured_for_themselves(view):
-    model, inputs = complex(), torch.randn(3, 4, dtype=torch.complex64)
+    model = model_of(
+        lambda self, x: (x @ self.weight).abs() + x.abs(), weight=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+    )
+    inputs = torch.randn(3, 4, dtype=torch.complex64)
     step = ackpt.compile(model, inputs, policy="full")
     for each in (inputs, view(inputs), inputs):
         assert_equal([model(each)], [step(each)], "outputs")

@@ -16,8 +16,6 @@ import ackpt
 
 
 class Net(nn.Module):
-    """Blocks with a batch norm and a dropout, and a layer that nothing calls."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(
@@ -66,14 +64,6 @@ def without_reducing(sharded):
     sharded.set_requires_gradient_sync(True)
 
 
-def wide():
-    """Two buckets of gradients."""
-    return model_of(
-        lambda self, x: self.layers(x),
-        layers=nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2)),
-    )
-
-
 def by_torch_compile(model, x, plans, **options):
     """The gradients of one step of `model`, compiled by the backend within DistributedDataParallel."""
     torch._dynamo.reset()
@@ -85,7 +75,11 @@ def by_torch_compile(model, x, plans, **options):
 def buckets():
     """Where Dynamo would cut the model into one graph per bucket, it is planned as a whole."""
     torch.manual_seed(0)
-    model, x, plans = wide(), torch.randn(3, 512), []
+    model = model_of(
+        lambda self, x: self.layers(x),
+        layers=nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 2)),
+    )
+    x, plans = torch.randn(3, 512), []
     found = by_torch_compile(copy.deepcopy(model), x, plans)
     assert len(plans) == 1
     DistributedDataParallel(model)(x).sin().sum().backward()
@@ -94,8 +88,6 @@ def buckets():
 
 
 class WithLoss(Net):
-    """Returns a hidden value beside its loss."""
-
     def forward(self, x):
         hidden = self.blocks(x)
         return {"loss": hidden.sin().sum(), "hidden": hidden}

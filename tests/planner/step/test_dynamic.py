@@ -50,8 +50,6 @@ class Blocks(nn.Module):
 
 
 class Images(nn.Module):
-    """Convolutions, a batch norm and pooling."""
-
     def __init__(self):
         super().__init__()
         self.body = nn.Sequential(
@@ -62,20 +60,6 @@ class Images(nn.Module):
 
     def forward(self, images):
         return self.head(self.body(images).flatten(1)).square().mean()
-
-
-class Two(nn.Module):
-    """An encoder and a decoder that attends to it, of two lengths."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.dropout = nn.Embedding(50, WIDTH), nn.Dropout(0.1)
-        self.encoder, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, source, target):
-        source, target = self.encoder(self.embed(source)).tanh(), self.decoder(self.embed(target)).tanh()
-        weights = self.dropout((target @ source.transpose(1, 2)).softmax(-1))
-        return (target + weights @ source).square().mean()
 
 
 def test_one_capture_serves_all_lengths_and_batches():
@@ -110,17 +94,17 @@ def test_a_mask_shares_the_dimension_of_the_ids():
 
 
 def test_two_lengths_of_an_encoder_and_a_decoder():
-    model = Two()
+    def forward(self, source, target):
+        source, target = self.encoder(self.embed(source)).tanh(), self.decoder(self.embed(target)).tanh()
+        weights = self.dropout((target @ source.transpose(1, 2)).softmax(-1))
+        return (target + weights @ source).square().mean()
+
+    layers = {"embed": nn.Embedding(50, WIDTH), "encoder": nn.Linear(WIDTH, WIDTH), "decoder": nn.Linear(WIDTH, WIDTH)}
+    model = model_of(forward, **layers, dropout=nn.Dropout(0.1))
     step = ackpt.compile(model, ids(4, 10), ids(4, 12), budget=0.8)
     for source, target in ((14, 18), (20, 9), (11, 30), (16, 16)):
         check(step, model, ids(4, source), ids(4, target))
     assert kinds(step) == ["capture", "dynamic capture", "plan", "plan", "plan"]
-
-
-class Mixed(Blocks):
-    def forward(self, ids):
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(ids)
 
 
 def test_nothing_is_recomputed_where_the_baseline_keeps_the_budget():
@@ -415,20 +399,15 @@ def test_an_attribute_that_changes_at_every_step_is_warned_of():
     )
 
 
-def annealed():
-    """A dropout whose probability is in a buffer, as the warning proposes."""
-
+def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
     def forward(self, x):
         x = self.layers(x)
         return (x * (torch.rand_like(x) >= self.p) / (1 - self.p)).square().mean()
 
-    return model_of(
+    model = model_of(
         forward, layers=nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)), p=nn.Buffer(torch.tensor(0.5))
     )
-
-
-def test_a_dropout_with_its_probability_in_a_buffer_is_planned_once():
-    model, x = annealed(), torch.randn(64, 16)
+    x = torch.randn(64, 16)
     step = ackpt.compile(model, x, budget="1MB")
     for share in (0.4, 0.3, 0.0):
         model.p.fill_(share)

@@ -17,8 +17,6 @@ CAPTURES = "capture", "dynamic capture"
 
 
 class UNet(nn.Module):
-    """Two scales that are joined at the size of the larger one."""
-
     def __init__(self, mode="nearest"):
         super().__init__()
         self.mode = mode
@@ -43,8 +41,6 @@ def recurrent():
 
 
 def pooled():
-    """Convolutions over time, with pooling between them."""
-
     def forward(self, x):
         hidden = F.max_pool1d(self.first(F.max_pool1d(x, 3, stride=1)).relu(), 2, padding=1)
         values, _ = F.max_pool1d(hidden, 2, dilation=2, return_indices=True)
@@ -70,8 +66,6 @@ class Experts(nn.Module):
 
 
 def make_pieces():
-    """Attention within each of several sequences, whose lengths are a list of integers."""
-
     def forward(self, x, lengths):
         pieces = [self.layer(piece, piece, piece, need_weights=False)[0] for piece in x.split(lengths)]
         return torch.cat(pieces).square().mean()
@@ -80,7 +74,6 @@ def make_pieces():
 
 
 def scaled():
-    """A loss divided by a number that the caller gives."""
     return model_of(
         lambda self, x, count: self.layers(x).square().sum() / count,
         layers=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 16)),
@@ -88,7 +81,6 @@ def scaled():
 
 
 def make_table():
-    """Reads a tensor that always has the same size."""
     return model_of(
         lambda self, x, table: (self.layers(x) @ table).square().mean(),
         layers=nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
@@ -175,31 +167,24 @@ def test_interpolated_sizes_are_served(mode, resized):
     dims = {"linear": 1, "trilinear": 3}.get(mode, 2)
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
 
-    def make_resized():
-        def forward(self, x):
-            to = {"size": [n + 3 for n in x.shape[2:]]} if resized == "size" else {"scale_factor": 1.7}
-            return F.interpolate(self.layer(x), mode=mode, antialias=bool(antialias), **to).square().mean()
+    def forward(self, x):
+        to = {"size": [n + 3 for n in x.shape[2:]]} if resized == "size" else {"scale_factor": 1.7}
+        return F.interpolate(self.layer(x), mode=mode, antialias=bool(antialias), **to).square().mean()
 
-        return model_of(forward, layer=convolution(2, 3, 3, padding=1))
-
-    model = make_resized()
+    model = model_of(forward, layer=convolution(2, 3, 3, padding=1))
     step = ackpt.compile(model, torch.randn(2, 2, *[8, 6, 4][:dims]), dynamic={"x": dict.fromkeys(range(2, 2 + dims))})
     for sizes in ([5, 9, 7], [12, 12, 12]):
         check(step, model, torch.randn(2, 2, *sizes[:dims]))
     assert kinds(step) == ["dynamic capture", "plan", "plan"]
 
 
-def repeated():
+def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
     def forward(self, x, times):
         for _ in range(times):
             x = self.layer(x).tanh()
         return x.square().mean()
 
-    return model_of(forward, layer=nn.Linear(8, 8))
-
-
-def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
-    model, x = repeated(), torch.randn(4, 8)
+    model, x = model_of(forward, layer=nn.Linear(8, 8)), torch.randn(4, 8)
     step = ackpt.compile(model, x, 2)
     with pytest.warns(UserWarning, match=r"works for one size only of argument 1 at .*test_dynamic_models.py:\d+"):
         for times in (3, 4, 5, 6, 7, 8):
@@ -215,12 +200,9 @@ def test_a_number_that_the_model_fixes_is_named_with_its_line_and_the_fix():
     ],
 )
 def test_a_recurrent_layer_explains_its_capture_for_each_length(kind, reason):
-    def layer():
-        return model_of(
-            lambda self, x: self.layer(x)[0].square().mean(), layer=getattr(nn, kind)(32, 32, batch_first=True)
-        )
-
-    step = ackpt.compile(layer(), torch.randn(2, 5, 32))
+    layer = getattr(nn, kind)(32, 32, batch_first=True)
+    model = model_of(lambda self, x: self.layer(x)[0].square().mean(), layer=layer)
+    step = ackpt.compile(model, torch.randn(2, 5, 32))
     step.prepare(torch.randn(2, 4, 32))
     assert step.history[1].kind == "refused" and re.search(reason, step.history[1].cause)
 
@@ -232,9 +214,7 @@ def test_changing_sizes_with_dynamic_false_are_warned_of():
             step.prepare(torch.randn(rows, 16), 3)
 
 
-def sized():
-    """Computes with its length as libraries do, with floats, in one capture."""
-
+def test_arithmetic_with_floats_on_a_length_is_served_by_one_capture():
     def forward(self, x):
         n = x.shape[1]
         x = self.first(x) * (1 / n**0.5) + (n * 0.1 + 0.2 + 0.3)
@@ -246,11 +226,7 @@ def sized():
         grid = (x * torch.arange(0, 1, 1 / n)[:n, None]) / x.var(1, keepdim=True)
         return self.last(torch.cat([*kept, windows, resized, grid], 1).tanh()).square().sum() / (n * 0.7)
 
-    return model_of(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8))
-
-
-def test_arithmetic_with_floats_on_a_length_is_served_by_one_capture():
-    model, step = sized(), None
+    model, step = model_of(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8)), None
     for length in (11, 13, 17, 20, 23):
         x = torch.randn(2, length, 8)
         step = step or ackpt.compile(model, x, policy="full")
@@ -270,21 +246,16 @@ def test_large_numbers_are_computed_and_compared_exactly():
     assert kinds(step) == ["capture", "dynamic capture", "dynamic capture", "plan", "plan", "dynamic capture"]
 
 
-def masked():
-    """Slices a mask that is as large as the longest sequence."""
-
+def test_the_largest_length_is_captured_for_itself_and_other_lengths_together():
     def forward(self, tokens, labels):
         length = tokens.shape[1]
         x = self.mask[:length, :length] @ self.embed(tokens)
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
-    return model_of(
+    model = model_of(
         forward, embed=nn.Embedding(50, 8), head=nn.Linear(8, 50), mask=nn.Buffer(torch.ones(64, 64).tril())
     )
-
-
-def test_the_largest_length_is_captured_for_itself_and_other_lengths_together():
-    model, step = masked(), None
+    step = None
     for length in (50, 64, 30, 20):
         tokens = ids(2, length)
         step = step or ackpt.compile(model, tokens, tokens, policy="full")
@@ -292,16 +263,12 @@ def test_the_largest_length_is_captured_for_itself_and_other_lengths_together():
     assert kinds(step) == ["capture", "refused", "dynamic capture", "dynamic capture", "plan"]
 
 
-def cut():
+def test_dimensions_that_need_a_capture_for_each_size_are_given_up():
     def forward(self, x, y):
         half = int(x.shape[1] * 0.5)
         return (self.layer(x)[:, :half] * y[:, :half]).square().mean()
 
-    return model_of(forward, layer=nn.Linear(8, 8))
-
-
-def test_dimensions_that_need_a_capture_for_each_size_are_given_up():
-    model, step = cut(), None
+    model, step = model_of(forward, layer=nn.Linear(8, 8)), None
     with pytest.warns(UserWarning, match=r"converts a number that it computes from a size at .*test_dynamic_models"):
         for length in range(8, 28, 2):
             x = torch.randn(2, length, 8)

@@ -44,8 +44,6 @@ _KWARGS = {
 
 
 class Recorded(TorchDispatchMode):
-    """Records what is dispatched, with all arguments."""
-
     def __init__(self):
         super().__init__()
         self.calls = []

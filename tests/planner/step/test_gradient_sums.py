@@ -15,17 +15,17 @@ def tied():
     )
 
 
-def _difference(model, backward, context):
+def _difference(model, backward, is_low=False):
     """The largest difference of the gradients between the model and its plan, relative to the largest gradient.
 
     Also the plan's note.
     """
     x, found = torch.randn(64, 16), []
-    with context():
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
         step = ackpt.compile(model, x, policy="full", differentiate="all")
     for call in (model, model, step):
         model.zero_grad()
-        with context():
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
             loss = backward(call, x)
         loss.backward()
         found.append([parameter.grad for parameter in model.parameters()])
@@ -42,17 +42,9 @@ def _twice(call, x):
     return (call(x).float() * call(2 * x).float()).mean()
 
 
-def _no_autocast():
-    return torch.autocast("cpu", enabled=False)
-
-
-def _autocast():
-    return torch.autocast("cpu", torch.bfloat16)
-
-
 @pytest.mark.parametrize("backward", [_with_penalty, _twice])
 def test_sums_outside_of_the_step_differ_by_one_rounding_of_float32(backward):
-    difference, note = _difference(tied(), backward, _no_autocast)
+    difference, note = _difference(tied(), backward)
     assert 0 < difference < 5e-7
     assert note == (
         "gradients of table are sums over several uses in the step: if one backward reaches them by another call or "
@@ -63,21 +55,19 @@ def test_sums_outside_of_the_step_differ_by_one_rounding_of_float32(backward):
 @pytest.mark.parametrize("backward", [_with_penalty, _twice])
 def test_weights_with_one_use_are_equal(backward):
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-    assert _difference(model, backward, _no_autocast) == (0, None)
+    assert _difference(model, backward) == (0, None)
 
 
 def test_the_note_counts_the_weights_of_a_loop():
-    def loop():
-        return model_of(lambda self, x: self.cell(x, self.cell(x, x)).sum(), cell=nn.GRUCell(8, 8))
-
-    step = ackpt.compile(loop(), torch.randn(4, 8))
+    model = model_of(lambda self, x: self.cell(x, self.cell(x, x)).sum(), cell=nn.GRUCell(8, 8))
+    step = ackpt.compile(model, torch.randn(4, 8))
     said = "gradients of cell.weight_ih, cell.weight_hh, cell.bias_ih and 1 more are sums over several uses in the step"
     assert step.plan.note.startswith(said)
 
 
 def test_two_runs_under_one_autocast_differ_by_one_rounding_of_its_precision():
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
-    difference, note = _difference(model, _twice, _autocast)
+    difference, note = _difference(model, _twice, is_low=True)
     assert 0 < difference < 2**-7
     assert note.startswith("eager casts a weight once under one torch.autocast") and note.endswith("bfloat16 on cpu")
-    assert _difference(model, lambda call, x: call(x).float().mean(), _autocast) == (0, note)
+    assert _difference(model, lambda call, x: call(x).float().mean(), is_low=True) == (0, note)

@@ -66,11 +66,8 @@ def test_gradients_that_the_plan_does_not_count_are_an_error_if_they_exceed_the_
 def test_an_optimizer_by_name_has_the_same_bytes(model, name, accumulation):
     kind = {"adamw": torch.optim.AdamW, "SGD": torch.optim.SGD}[name]
     optimizer = kind(model.parameters())
-    by_name, given = (
-        ackpt.trace(model, *BATCH, optimizer=each, accumulation=accumulation) for each in (name, optimizer)
-    )
-    assert by_name.resident_bytes == given.resident_bytes
-    assert by_name.optimizer_step_bytes == given.optimizer_step_bytes
+    graphs = [ackpt.trace(model, *BATCH, optimizer=each, accumulation=accumulation) for each in (name, optimizer)]
+    assert len({(graph.resident_bytes, graph.optimizer_step_bytes) for graph in graphs}) == 1
     step = ackpt.apply_budget(model, BATCH, budget=0.7, optimizer=name, accumulation=accumulation)
 
     def whole():

@@ -123,16 +123,6 @@ def test_hooks_of_parameters_run_once_a_step(register, prepare):
     assert_equal(expected, found, "parameter")
 
 
-def unused():
-    """Reads a parameter without a gradient, and returns another one beside its result."""
-    return model_of(
-        lambda self, x: ((self.linear(x) * self.statistic.detach()).sum(), self.returned),
-        linear=nn.Linear(16, 4),
-        statistic=nn.Parameter(torch.ones(4)),
-        returned=nn.Parameter(torch.ones(4)),
-    )
-
-
 def of_all_outputs(model, x):
     return ackpt.compile(model, x, policy="full", differentiate="all")
 
@@ -140,7 +130,13 @@ def of_all_outputs(model, x):
 def test_hooks_of_unused_parameters_do_not_run():
     def calls_of_hooks(prepare):
         torch.manual_seed(0)
-        model, calls = unused(), {}
+        model = model_of(
+            lambda self, x: ((self.linear(x) * self.statistic.detach()).sum(), self.returned),
+            linear=nn.Linear(16, 4),
+            statistic=nn.Parameter(torch.ones(4)),
+            returned=nn.Parameter(torch.ones(4)),
+        )
+        calls = {}
         accumulators = {name: p.expand_as(p).grad_fn.next_functions[0][0] for name, p in model.named_parameters()}
         for name, accumulator in accumulators.items():
             accumulator.register_prehook(lambda gradients, name=name: calls.update({name: calls.get(name, 0) + 1}))
@@ -175,18 +171,11 @@ class Fused(torch.autograd.Function):
         return gradient @ ctx.weight, None
 
 
-class Fusing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
-        self.weight.main_grad = torch.zeros(16, 16)
-
-    def forward(self, x):
-        return x + Fused.apply(x, self.weight).tanh()
-
-
 def test_a_function_that_writes_into_an_attribute_of_a_parameter_is_refused_without_a_trace():
-    model, x = nn.Sequential(Fusing(), nn.Linear(16, 1)), rows(8)
+    weight = nn.Parameter(torch.randn(16, 16) / 4)
+    weight.main_grad = torch.zeros(16, 16)
+    fusing = model_of(lambda self, x: x + Fused.apply(x, self.weight).tanh(), weight=weight)
+    model, x = nn.Sequential(fusing, nn.Linear(16, 1)), rows(8)
     model[1].weight.grad = torch.ones(1, 16)
     with pytest.raises(ackpt.TraceError):
         ackpt.compile(model, x, policy="full")
@@ -284,9 +273,8 @@ def test_ddp_with_a_static_graph_is_bit_equal(tmp_path):
             found += [parameter.grad.clone() for parameter in model.parameters()]
         return found
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         expected = gradients(lambda model, x: model)
         found = gradients(lambda model, x: ackpt.apply_budget(model, x, budget="1MiB", accumulation=True))
