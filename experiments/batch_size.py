@@ -21,22 +21,8 @@ from ackpt.metering.meter import compare_seconds
 from experiments.results import Record, environment
 from experiments.steps.failures import STRICT
 from experiments.steps.gradients import require_equal
-from experiments.steps.largest_batch import (
-    Largest,
-    extrapolated,
-    largest_on_cpu,
-    largest_on_cuda,
-    largest_predicted,
-)
-from experiments.steps.named_steps import (
-    BASELINE,
-    Method,
-    NotRun,
-    RunStep,
-    Setting,
-    method,
-    needs_limit,
-)
+from experiments.steps.largest_batch import Largest, extrapolated, largest_on_cpu, largest_on_cuda, largest_predicted
+from experiments.steps.named_steps import BASELINE, Method, NotRun, RunStep, Setting, method, needs_limit
 from experiments.steps.settings import Prepared, on_this_gpu, record_config
 from experiments.steps.step_shapes import Shapes, does_not_fit
 

@@ -76,11 +76,7 @@ def configuration(tier: str = "cpu", **changes) -> BertStepConfig:
 
 
 def run_bert(
-    config: BertStepConfig = CPU,
-    command: str = "",
-    timed_rounds: int = 3,
-    predict_only: bool = False,
-    failures=STRICT,
+    config: BertStepConfig = CPU, command: str = "", timed_rounds: int = 3, predict_only: bool = False, failures=STRICT
 ):
     """Run the experiment; yields lists of Records, one per method.
 

@@ -44,10 +44,7 @@ OURS = "auto"
 PLANNED = tuple(policy for policy in (*POLICIES, *PAPERS) if policy not in ("none", "manual", "selective"))
 BUDGETS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 SETTINGS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
-COSTS = {
-    "counted": "FLOPs, and traffic at ten FLOPs a byte",
-    "rates": "seconds at the rates of the device",
-}
+COSTS = {"counted": "FLOPs, and traffic at ten FLOPs a byte", "rates": "seconds at the rates of the device"}
 COMPILERS = ("eager", "inductor")
 _BOUNDED = 20  # number of equally spaced limits up to the baseline's peak, each with a lower bound
 _TOO_LITTLE = 1e-9  # of the baseline's peak: every policy refuses it, naming its smallest feasible budget

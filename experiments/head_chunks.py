@@ -87,11 +87,7 @@ class HeadPlan(NamedTuple):
 
 
 def plans(
-    budgets: Sequence[str],
-    fields: dict | None = None,
-    layers: int = 2,
-    tokens: int = 4096,
-    on: str = "h200",
+    budgets: Sequence[str], fields: dict | None = None, layers: int = 2, tokens: int = 4096, on: str = "h200"
 ) -> list[HeadPlan | BudgetError]:
     """The baseline of a Qwen2 model in bfloat16, and its plan with the head in chunks for every budget."""
     fields = {**(fields or QWEN2_7B), "num_hidden_layers": layers}

@@ -57,11 +57,7 @@ class LMConfig:
 
     def model(self) -> TransformerConfig:
         return TransformerConfig(
-            dim=self.dim,
-            ff_dim=self.ff_dim,
-            layers=self.layers,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
+            dim=self.dim, ff_dim=self.ff_dim, layers=self.layers, head_dim=self.head_dim, vocab_size=self.vocab_size
         )
 
 

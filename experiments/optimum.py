@@ -109,10 +109,7 @@ def parts_of_auto(graph, profile) -> dict[str, list[Point]]:
     for skips in {frozenset(): None, long_skips(graph): None}:
         candidates += substituted(graph, coarse_chain(graph, skips), profile)
     fronts["instead"] = pareto(graph, profile, candidates)
-    candidates += [
-        *rotor.candidates(graph, profile),
-        *mu_two.evictions(graph, replace(profile, swap_seconds=None)),
-    ]
+    candidates += [*rotor.candidates(graph, profile), *mu_two.evictions(graph, replace(profile, swap_seconds=None))]
     fronts["policies"] = pareto(graph, profile, candidates)
     points = fronts["policies"]
     candidates = [point.schedule for point in points]

@@ -67,10 +67,7 @@ _CODE = ("ackpt/planner/costs", "ackpt/planner/schedule/simulator.py", "ackpt/pl
 _CODE += tuple(f"ackpt/planner/policies/{name}" for name in ("selective.py", "mu_two.py", "search"))
 POLICIES = {"without": "none", "per-block": "selective", "mu-two": "mu-two", "auto": "auto"}
 _SIZES = {"dim": 512, "ff_dim": 2048, "layers": 6, "head_dim": 64, "vocab_size": 30_000}
-MODELS: dict[str, dict[str, Any]] = {
-    "resnet152": {"image_size": 224},
-    "lm": {"seq_len": 128, "fields": _SIZES},
-}
+MODELS: dict[str, dict[str, Any]] = {"resnet152": {"image_size": 224}, "lm": {"seq_len": 128, "fields": _SIZES}}
 BATCHES = {"resnet152": (4, 8, 16, 32, 64), "lm": (2, 4, 8, 16, 32, 64, 128, 256)}
 
 

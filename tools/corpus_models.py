@@ -198,12 +198,7 @@ def gpt2(**kwargs: Any) -> Case:
 
 def llama() -> Case:
     config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        **ENDS,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32, **ENDS
     )
     return labelled(transformers.LlamaForCausalLM(config), use_cache=False)
 

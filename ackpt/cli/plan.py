@@ -203,11 +203,7 @@ def add_plan(commands) -> None:
         help="with --fsdp, the training loop refers to the model's outputs, such as logits, until the next forward has "
         "returned",
     )
-    add(
-        "--shard-dtype",
-        metavar="DTYPE",
-        help="with --fsdp, dtype of shards and optimizer state (default: --dtype)",
-    )
+    add("--shard-dtype", metavar="DTYPE", help="with --fsdp, dtype of shards and optimizer state (default: --dtype)")
     add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, dtype in which gradients are reduced (default: --dtype)")
     add(
         "--sweep",

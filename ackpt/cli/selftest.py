@@ -234,7 +234,7 @@ def text(findings: dict) -> str:
     """The findings in lines for a terminal."""
     lines = [
         f"python {findings['python']}, torch {findings['torch']}, {findings['cores']} cores, "
-        f"{findings['threads']} threads",
+        f"{findings['threads']} threads"
     ]
     for gpu in findings["gpus"]:
         attention = "varlen attention" if gpu["varlen_attention"] else "attention per sequence"

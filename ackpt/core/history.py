@@ -51,5 +51,5 @@ class History:
         if self._captures[group] == _MOST:
             warn(
                 f"This step was captured and planned {_MOST} times because {group} changed (most recently: {cause}). "
-                f"{advice}",
+                f"{advice}"
             )

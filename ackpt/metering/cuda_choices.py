@@ -172,11 +172,7 @@ class _FusedRMSNorm(torch.autograd.Function):
         input, weight, _ = ctx.saved_tensors
         grad = grad.contiguous()  # as `_fused_rms_norm_backward_cuda` in layer_norm_kernel.cu does
         wanted = ctx.needs_input_grad
-        return (
-            torch.empty_like(input) if wanted[0] else None,
-            torch.empty_like(weight) if wanted[1] else None,
-            None,
-        )
+        return (torch.empty_like(input) if wanted[0] else None, torch.empty_like(weight) if wanted[1] else None, None)
 
 
 # Attention calls the operator of the kernel that a GPU would choose. These operators have shape functions and

@@ -391,13 +391,7 @@ def predict(
         resident_bytes["other"] = peaks.pop("allocated_before_bytes") - listed
     unknown = tuple(sorted(storages.workspaces.unknown))
     return assemble(
-        f"{device} (predicted)",
-        timeline,
-        resident_bytes,
-        peak,
-        flops=flops,
-        allocator=peaks,
-        unknown_workspace=unknown,
+        f"{device} (predicted)", timeline, resident_bytes, peak, flops=flops, allocator=peaks, unknown_workspace=unknown
     )
 
 

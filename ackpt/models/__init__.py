@@ -2,12 +2,4 @@
 
 from .transformer import PUBLISHED, Block, LanguageModel, RMSNorm, Transformer, TransformerConfig, attention
 
-__all__ = [
-    "PUBLISHED",
-    "Block",
-    "LanguageModel",
-    "RMSNorm",
-    "Transformer",
-    "TransformerConfig",
-    "attention",
-]
+__all__ = ["PUBLISHED", "Block", "LanguageModel", "RMSNorm", "Transformer", "TransformerConfig", "attention"]

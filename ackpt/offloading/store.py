@@ -296,7 +296,7 @@ class Pool:
             self._warned = True
             warn(
                 f"offload: {cause}; from here on copies go through pageable memory, correct but without overlap. "
-                "Raise max_pinned_bytes or the limit of locked memory (ulimit -l), or offload less (min_bytes).",
+                "Raise max_pinned_bytes or the limit of locked memory (ulimit -l), or offload less (min_bytes)."
             )
 
 

@@ -225,10 +225,7 @@ class Measured:
             if policy != FIRST_BLOCKS:
                 row += [Run(events, self.blocks - 2)] if group == 2 else [Run(events)] if group != 3 else []
                 continue
-            between = {
-                2: Run(runs[PER_BLOCK][place][2], -2, 1),
-                3: Run(runs[NONE][place][2], self.blocks - 2, -1),
-            }
+            between = {2: Run(runs[PER_BLOCK][place][2], -2, 1), 3: Run(runs[NONE][place][2], self.blocks - 2, -1)}
             around = [between[group]] if group in between else []
             before = group == 2 if phase == FORWARD else group == 3
             row += [*around, Run(events)] if before else [Run(events), *around]

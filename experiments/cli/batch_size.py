@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from .options import (
-    UsageError,
-    add_named_step,
-    checked_folder,
-    named_step_changes,
-    numbers,
-    save_and_print,
-    tier_of,
-)
+from .options import UsageError, add_named_step, checked_folder, named_step_changes, numbers, save_and_print, tier_of
 
 
 def add_batch_size(commands) -> None:

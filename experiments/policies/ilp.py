@@ -308,7 +308,7 @@ def ilp(graph: JointGraph, profile: Profile, limit_bytes: int | None, *, time_li
             f"policy 'ilp' ran out of time after {time_limit} s: the recomputation of its plan costs "
             f"{best.cost / baseline:.3%} of the baseline step, and at least {best.lower_bound / baseline:.3%} is "
             "proved to be needed. Raise time_limit for a smaller gap, or use policy 'auto', which proves nothing and "
-            "takes seconds.",
+            "takes seconds."
         )
     return best.schedule
 

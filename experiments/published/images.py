@@ -51,13 +51,7 @@ def mobilenet_sum(*, batch: int, image: int) -> PublishedStep:
 
 
 def vit_large(
-    *,
-    batch: int,
-    precision: str,
-    optimizer: str,
-    image: int = 224,
-    accumulation: int = 1,
-    only_loaded: bool = False,
+    *, batch: int, precision: str, optimizer: str, image: int = 224, accumulation: int = 1, only_loaded: bool = False
 ) -> PublishedStep:
     """One step of a fine-tuned ViT-L/16 with 10 classes; `precision`: 32, 16-mixed, bf16 or 16.
 

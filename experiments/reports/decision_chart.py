@@ -45,10 +45,7 @@ def questions(fields: dict, batch: int, length: int, parameters: int) -> list[Qu
             'apply_budget(..., "65GiB")',
         ),
         Question(
-            "Does an error say that\nthe model cannot be planned?",
-            "",
-            "",
-            "apply_activation_\ncheckpointing(model)",
+            "Does an error say that\nthe model cannot be planned?", "", "", "apply_activation_\ncheckpointing(model)"
         ),
         Question(
             "Do inputs of blocks still fill the\nmemory, and are copies free?",

@@ -204,9 +204,7 @@ def frontier_plot(record, title: str | None = None):
     policies = sorted({point["policy"]: None for point in measured(record)}, key=lambda name: name != OURS)
     with plots.style.context("default"):
         figure, axes = plots._axes(
-            finding(record) if title is None else title,
-            "dynamic peak, fraction of the baseline's",
-            "recomputed FLOPs",
+            finding(record) if title is None else title, "dynamic peak, fraction of the baseline's", "recomputed FLOPs"
         )
 
         def draw(rows_, name, peak="measured_peak_bytes", **looks):

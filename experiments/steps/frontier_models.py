@@ -15,24 +15,8 @@ from experiments.models import BertConfig, BertForMaskedLM, ResNet, ResNetConfig
 from experiments.steps.settings import LOSS_SCALE
 from experiments.steps.workload import Workload, transformer
 
-TRANSFORMER = {
-    "batch_size": 2,
-    "seq_len": 512,
-    "layers": 6,
-    "dim": 256,
-    "heads": 4,
-    "ff_dim": 1024,
-    "vocab_size": 1024,
-}
-BERT = {
-    "batch_size": 4,
-    "seq_len": 128,
-    "layers": 6,
-    "dim": 256,
-    "heads": 4,
-    "ff_dim": 1024,
-    "vocab_size": 1024,
-}
+TRANSFORMER = {"batch_size": 2, "seq_len": 512, "layers": 6, "dim": 256, "heads": 4, "ff_dim": 1024, "vocab_size": 1024}
+BERT = {"batch_size": 4, "seq_len": 128, "layers": 6, "dim": 256, "heads": 4, "ff_dim": 1024, "vocab_size": 1024}
 RESNET50 = {"batch_size": 8, "image_size": 128, "width": 64, "num_classes": 1000}
 UNET = {"batch_size": 4, "image_size": 64, "width": 32, "num_classes": 8}
 

@@ -29,10 +29,7 @@ _OPTIONS = (
 
 
 def backend(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    options: Mapping[str, Any] | None = None,
-    mode: str | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, mode: str | None = None
 ) -> NoReturn:
     """The backend ``"ackpt"`` of ``torch.compile``: training steps run as planned; evaluation runs the model itself.
 

@@ -38,14 +38,7 @@ from .inspection.attributes import arguments_unchanged, tensor_attributes
 from .inspection.branches import Branch, Branches
 from .inspection.calls import described
 from .inspection.kept_tensors import OF_SHAPES, Held, HoldsTensors, places
-from .inspection.model_checks import (
-    call_named,
-    check_call,
-    has_data,
-    is_tensor,
-    require_traceable,
-    tensor_facts,
-)
+from .inspection.model_checks import call_named, check_call, has_data, is_tensor, require_traceable, tensor_facts
 from .inspection.outside_values import Reads, in_own_context
 from .inspection.source_lines import Where, explained, not_repeated, saving_hooks_refused
 from .outputs import (

@@ -27,14 +27,7 @@ from ackpt.metering.resident import inner_tensors
 
 from .aot import given_places
 from .dynamic_sizes import Layout, is_sized, layout
-from .inspection.attributes import (
-    OF_EVERY_MODULE,
-    attributes,
-    changed_attribute,
-    comparable,
-    is_constant,
-    plain,
-)
+from .inspection.attributes import OF_EVERY_MODULE, attributes, changed_attribute, comparable, is_constant, plain
 from .inspection.model_checks import is_tensor, public_attributes, require_no_arrays, tensor_facts
 from .inspection.value_walk import module_label
 

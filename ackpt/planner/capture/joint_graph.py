@@ -235,8 +235,7 @@ class Analysis:
             return {}
         lie_in = [set() if node is None else {*self.graph.nodes[node].storages} for node in self.outputs]
         not_dropped = self.resident.union(
-            self._copied_outputs,
-            *(storages for output, storages in zip(described, lie_in) if output in with_gradient),
+            self._copied_outputs, *(storages for output, storages in zip(described, lie_in) if output in with_gradient)
         )
         places = (getattr(output, "idx", None) for output in described)
         return {

@@ -17,8 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 torch.library.define("ackpt_graph::pack_bits", "(Tensor mask) -> Tensor")
 torch.library.define(
-    "ackpt_graph::unpack_bits",
-    "(Tensor bits, SymInt[] size, SymInt[] stride, ScalarType dtype, int one) -> Tensor",
+    "ackpt_graph::unpack_bits", "(Tensor bits, SymInt[] size, SymInt[] stride, ScalarType dtype, int one) -> Tensor"
 )
 
 

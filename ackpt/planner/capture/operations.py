@@ -14,15 +14,7 @@ from torch._higher_order_ops.effects import _get_effect
 from torch.utils._pytree import tree_leaves
 
 FORWARD, BACKWARD = "forward", "backward"
-CATEGORIES: tuple[str, ...] = (
-    "parameter",
-    "buffer",
-    "input",
-    "activation",
-    "gradient",
-    "optimizer state",
-    "temporary",
-)
+CATEGORIES: tuple[str, ...] = ("parameter", "buffer", "input", "activation", "gradient", "optimizer state", "temporary")
 
 
 @dataclass(frozen=True)

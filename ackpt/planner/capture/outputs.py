@@ -143,9 +143,7 @@ class _Cache:
 
 
 register_pytree_node(
-    _Cache,
-    lambda cache: (cache.tensors, cache.around),
-    lambda tensors, around: _with_tensors(around, list(tensors)),
+    _Cache, lambda cache: (cache.tensors, cache.around), lambda tensors, around: _with_tensors(around, list(tensors))
 )
 
 

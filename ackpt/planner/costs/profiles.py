@@ -51,10 +51,7 @@ class Profile:
 
 
 def profile(
-    graph: JointGraph,
-    device: str | devices.Device | None = None,
-    *,
-    workspace: Literal["given", "measured"] = "given",
+    graph: JointGraph, device: str | devices.Device | None = None, *, workspace: Literal["given", "measured"] = "given"
 ) -> Profile:
     """Return the costs of every node of `graph`.
 

@@ -211,12 +211,7 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
         "blocks": blocks,
     }
     trace.insert(0, _event("segment_alloc", 0, whole, [], 0))
-    return {
-        "segments": [segment],
-        "device_traces": [trace],
-        "allocator_settings": {},
-        "external_annotations": [],
-    }
+    return {"segments": [segment], "device_traces": [trace], "allocator_settings": {}, "external_annotations": []}
 
 
 def _event(action: str, offset: int, size: int, frames, time: int) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def _pinned(size: int) -> torch.Tensor:
 def _warn(cause: str) -> None:
     warn(
         f"offload: pinning host memory failed ({cause}); copies go through pageable memory, correct but without "
-        "overlap. Raise the limit of locked memory (ulimit -l), or plan with a larger budget.",
+        "overlap. Raise the limit of locked memory (ulimit -l), or plan with a larger budget."
     )
 
 

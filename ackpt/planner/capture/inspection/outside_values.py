@@ -242,7 +242,7 @@ def warn_of_checkpoints() -> None:
     warn(
         "The model calls torch.utils.checkpoint itself. The plan alone decides what is recomputed: running statistics "
         "of batch norms change once per step, not twice as in torch's checkpoint, and a fractional budget is relative "
-        "to the peak without torch's checkpointing, which differs from the model's own peak.",
+        "to the peak without torch's checkpointing, which differs from the model's own peak."
     )
 
 

@@ -244,10 +244,7 @@ def _partial(step: BlockStep, part: Option, options: list[Option]) -> Partial:
                 extending.append(option)
                 run_costs.append(cost)
     return Partial(
-        option=part,
-        options=tuple(extending),
-        run_costs=tuple(run_costs),
-        forward_cost=step.again(part.saved)[0],
+        option=part, options=tuple(extending), run_costs=tuple(run_costs), forward_cost=step.again(part.saved)[0]
     )
 
 
