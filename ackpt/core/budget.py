@@ -72,8 +72,22 @@ def is_share(budget) -> bool:
     return isinstance(bound, Real) and not isinstance(bound, Integral)
 
 
+def split_budget(budget: float | int | str | None) -> tuple[float | int | str | None, bool]:
+    """A budget without its word "reserved", and whether it has that word; a fraction with it is a ValueError."""
+    if not isinstance(budget, str) or budget.split()[-1:] != ["reserved"]:
+        return budget, False
+    bound = budget.rpartition("reserved")[0]
+    if is_share(bound):
+        raise ValueError(
+            f"the budget {budget!r} bounds what a GPU's allocator reserves: give bytes, as in '6GiB reserved'"
+        )
+    return bound, True
+
+
 def from_text(text: str) -> float | int:
-    """``"6GiB"`` or ``"6442450944"`` are bytes; ``"0.5"`` and ``"50%"`` the same fraction."""
+    """``"6GiB"``, ``"6GiB reserved"`` or ``"6442450944"`` are bytes; ``"0.5"`` and ``"50%"`` the same fraction."""
+    if text.split()[-1:] == ["reserved"]:
+        return from_text(str(split_budget(text)[0]))
     bare = text.strip()
     if bare.isdecimal() and int(bare) > 1:
         return int(bare)
@@ -81,11 +95,6 @@ def from_text(text: str) -> float | int:
         return float(bare[:-1]) / 100 if bare.endswith("%") else float(bare)
     except ValueError:
         size = _size(text)
-    if size is None and text.split()[-1:] == ["reserved"]:
-        raise ValueError(
-            f"{text!r} bounds what a GPU's allocator reserves, which `ackpt plan --device-profile` plans for: here, "
-            f"give allocated bytes, as in {text.split('reserved')[0].strip()!r}"
-        )
     if size is None:
         raise ValueError(
             f"{text!r} is not a budget{_other_units(text)}: write bytes with a unit, as in '6GiB' ({_KNOWN}), or a "

@@ -186,7 +186,8 @@ def apply_budget(
         budget: the upper bound on the peak; None for no bound, which gives a warning with policy ``"auto"`` if there
             is no slowdown either. An int or a string such as ``"22GiB"``: bytes of the whole peak, that is parameters,
             buffers, inputs, optimizer state and everything that the step allocates. A float in (0, 1] or a string such
-            as ``"50%"``: a fraction of the baseline's dynamic peak.
+            as ``"50%"``: a fraction of the baseline's dynamic peak. ``"22GiB reserved"`` bounds what the caching
+            allocator of the GPU reserves, for a model planned as one graph.
         slowdown, policy, plan, optimizer, accumulation, scaler, differentiate, outputs, options: as in `ackpt.compile`.
         dynamic, cache, device_profile, regions, on_exceed, chunk_head: as in `ackpt.compile`.
         loss: the loss that the training loop computes, a function of the model's outputs and the batch; its bytes, of

@@ -4,9 +4,9 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from ackpt.core.budget import added_share, dynamic_limit, is_share, least_share, readable, unit_hint
+from ackpt.core.budget import added_share, dynamic_limit, is_share, least_share, readable, split_budget, unit_hint
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
@@ -16,7 +16,7 @@ from ackpt.planner.capture.chunked_head import Head
 from ackpt.planner.capture.in_place import autograd_node, eager_graph
 from ackpt.planner.capture.joint_graph import JointGraph, once_per_graph
 from ackpt.planner.capture.tracing import summed
-from ackpt.planner.costs.devices import Device
+from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, default_rates, fused
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.costs.workspace import has_users_kernel
@@ -25,10 +25,12 @@ from ackpt.planner.policies.search.frontier import baseline_cost, cheapest, cost
 from ackpt.planner.policies.search.refinement import decisions
 from ackpt.planner.policies.search.schedule_cache import CachedCandidates, cached
 from ackpt.planner.request import Request
-from ackpt.planner.schedule.allocations import allocations, peak_in_words
+from ackpt.planner.schedule.allocations import allocations, device_memory, peak_in_words
 from ackpt.planner.schedule.plan import Plan, PlanError, activations
 from ackpt.planner.schedule.schedule import COMPUTE, FREE, Schedule, Step, everything
 from ackpt.planner.schedule.simulator import Simulation, copies, peak_of, simulate
+
+T = TypeVar("T")
 
 
 def plan_by_policy(
@@ -45,6 +47,15 @@ def plan_by_policy(
     check_options(request.policy, request.options)
     with shown():
         profile = default_profile(graph, request.device) if profile is None else profile
+        bound, is_reserved = split_budget(request.budget)
+        if is_reserved and not (graph.on_cpu and profile.device in ("cpu", "any")):
+            where, workspace = device(profile.device), profile.workspace_bytes
+
+            def within(limit: int) -> tuple[Plan, int, int]:
+                plan = plan_by_policy(graph, replace(request, budget=limit), profile, unchunked)
+                return plan, plan.peak_bytes, device_memory(graph, workspace, plan.schedule, where, 0).reserved
+
+            return within_reserved(bound, within)
         baseline = baseline_of(*(unchunked or (graph, profile)), request.budget)
         if unchunked is not None:
             added = baseline_cost(graph, profile) - baseline.cost
@@ -53,6 +64,32 @@ def plan_by_policy(
         plan = checked_plan(graph, profile, schedule, baseline, request.budget, name_of(request.policy))
         _check_slowdown(graph, profile, plan, request)
         return plan
+
+
+def within_reserved(budget, within: Callable[[int], tuple[T, int, int]]) -> T:
+    """The first result of `within` for which the caching allocator reserves at most `budget`.
+
+    `within`: what a limit in bytes gives, its peak, and its reserved bytes; every trial has a smaller peak.
+    """
+    most = dynamic_limit(budget, 0, 0)
+    assert most is not None
+    limit = most
+    while True:
+        try:
+            made, peak, reserved = within(limit)
+        except BudgetError as error:
+            if error.least_bytes is None:
+                raise
+            *_, least = within(error.least_bytes)
+            raise BudgetError(
+                f"no plan was found for which the allocator reserves at most {readable(most)}: the plan with the "
+                f"smallest peak, {readable(error.least_bytes)}, reserves {readable(least)} ({least} bytes)",
+                least,
+                f"{budget} reserved",
+            ) from None
+        if reserved <= most:
+            return made
+        limit = max(1, peak - max(1, (reserved - most) // 2))
 
 
 def _check_slowdown(graph: JointGraph, profile: Profile, plan: Plan, request: Request) -> None:

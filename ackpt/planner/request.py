@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ackpt.core.budget import added_share, dynamic_limit
+from ackpt.core.budget import added_share, dynamic_limit, split_budget
 from ackpt.core.errors import BudgetError, warn
 from ackpt.planner.capture.call_facts import Call
 from ackpt.planner.capture.dynamic_sizes import SMALLEST, Dimension
@@ -116,10 +116,15 @@ class Request:
         return bool(self.chunk_head) or self.loop.loss is not None
 
     @property
+    def is_reserved(self) -> bool:
+        """Whether the budget bounds what a GPU's allocator reserves, which only a plan of one graph can keep."""
+        return split_budget(self.budget)[1]
+
+    @property
     def may_plan_in_parts(self) -> bool:
         """Whether the model is planned in parts if it cannot be captured as one graph."""
         if self.regions is None:
-            is_whole = self.slowdown is not None or self.is_captured_by_size
+            is_whole = self.slowdown is not None or self.is_captured_by_size or self.is_reserved
             return self.budget is not None and self.policy == "auto" and not is_whole
         return self.regions
 
@@ -137,7 +142,7 @@ class Request:
     def may_exclude_opaque_submodules(self) -> bool:
         """Whether a scripted or compiled submodule stays outside of the plan."""
         is_searched = self.plan is None and self.planner is None
-        is_whole = self.regions is False or self.slowdown is not None or self.loop.loss is not None
+        is_whole = self.regions is False or self.slowdown is not None or self.loop.loss is not None or self.is_reserved
         return not is_whole and is_searched and self.policy in _IN_PARTS
 
     def _check_plan(self) -> None:
@@ -182,6 +187,8 @@ class Request:
             raise ValueError(f"on_exceed must be 'raise' or 'warn', got {self.on_exceed!r}")
         if self.loop.loss is not None and (self.regions or self.dynamic not in (None, False)):
             raise ValueError("loss= captures the model as one graph at every size: leave regions and dynamic out")
+        if self.regions and self.is_reserved:
+            raise ValueError("regions=True plans allocated bytes: leave 'reserved' out of the budget")
         if self.regions and (self.plan is not None or self.policy != "auto"):
             raise ValueError("regions=True plans the model in parts: give a budget, and neither a plan nor a policy")
 

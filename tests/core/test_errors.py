@@ -6,7 +6,6 @@ import pickle
 import pytest
 
 from ackpt import BudgetError
-from ackpt.core.budget import dynamic_limit
 
 
 def test_a_budget_error_reduces_the_batch_size_of_accelerate():
@@ -27,8 +26,3 @@ def test_a_budget_error_says_its_message_alone(copied):
     error = copied(BudgetError("too small", 5, "1GiB"))
     assert (str(error), error.least_bytes, error.budget) == ("too small", 5, "1GiB")
     assert isinstance(error, ValueError) and len(error.args) == 1
-
-
-def test_reserved_bytes_are_for_the_command_line():
-    with pytest.raises(ValueError, match="bounds what a GPU's allocator reserves.*as in '0.6GiB'"):
-        dynamic_limit("0.6GiB reserved", 0, 0)

@@ -1,16 +1,19 @@
-"""List every allocation of a schedule with its lifetime and kind, for `ackpt.explain` and for the error of a budget."""
+"""Every allocation of a schedule with its lifetime and kind, and the memory of a GPU whose allocator serves them."""
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ackpt.core.budget import readable
+from ackpt.metering.gpus import AllocatorSettings, CachingAllocator, gpu
+from ackpt.metering.kernel_memory import MATMULS
 from ackpt.metering.meter import memory_format
 from ackpt.planner.capture.joint_graph import FORWARD, JointGraph, once_per_graph
 from ackpt.planner.capture.short_names import operation, short_source
+from ackpt.planner.costs.devices import Device
 from ackpt.planner.schedule.simulator import HOST, TEMPORARY, follow
 
 from .schedule import Schedule, storages_of
@@ -164,3 +167,101 @@ def by_kind(blocks: Iterable[Allocation]) -> dict[str, int]:
     for block in blocks:
         sizes[block.kind] += block.bytes
     return {kind: sizes[kind] for kind in LIVE if sizes[kind]}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Peaks of a step on a device, in bytes.
+
+    ``allocated`` and ``reserved``: as ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` return them.
+    ``context``: of CUDA, outside of both. ``margin``: what remains of the device's memory; negative if the step does
+    not fit. ``largest_free_block``: at the end of the step.
+    """
+
+    allocated: int
+    reserved: int
+    context: int
+    margin: int
+    largest_free_block: int
+
+    @property
+    def fits(self) -> bool:
+        return self.margin >= 0
+
+
+def device_memory(
+    graph: JointGraph,
+    workspace_bytes: Sequence[int],
+    schedule: Schedule,
+    where: Device,
+    context_bytes: int,
+    settings: AllocatorSettings | None = None,
+) -> DeviceMemory:
+    """The memory of a step with `schedule` on a GPU; by default with the allocator's settings in the environment.
+
+    The model is loaded, the optimizer's state is created at the end of a first step, and a second step is observed,
+    which may find the gradients of the first. State and temporaries of the optimizer are blocks as large as the
+    parameters; cuBLAS has a workspace in forward and backward.
+    """
+    blocks = allocations(graph, schedule, workspace_bytes)
+    boundary = follow(graph, schedule, workspace_bytes).boundary
+    resident = [block for block in blocks if block.kind in RESIDENT]
+    dynamic = [block for block in blocks if block.kind not in RESIDENT]
+    if graph.optimizer_step_bytes:  # the last event of the simulator
+        dynamic = dynamic[:-1]
+    parameters = [block.bytes for block in resident if block.kind == "parameters"]
+    events = [(block.begin, False, number) for number, block in enumerate(dynamic)]
+    events += [(block.end, True, number) for number, block in enumerate(dynamic) if block.end is not None]
+    events.sort()
+    multiplies = any(node.target in _MATMULS for node in graph.nodes)
+    allocator = CachingAllocator(settings or AllocatorSettings.parsed())
+
+    def free_all(kind: str) -> None:
+        for key in [key for key in allocator.blocks if isinstance(key, tuple) and key[0] == kind]:
+            allocator.free(key)
+
+    def step(gradient: str) -> None:
+        """All blocks in order, and then those of the optimizer; gradients remain."""
+        for event, is_end, number in events:
+            block = dynamic[number]
+            if is_end:
+                allocator.free(("block", number))
+                continue
+            kind = gradient if block.kind == "gradients" and block.end is None else "block"
+            allocator.allocate((kind, number), block.bytes)
+            workspace = "workspace", "backward" if event > boundary else "forward"
+            if multiplies and workspace not in allocator.blocks:
+                allocator.allocate(workspace, gpu(where.name).cublas_workspace_bytes)
+        free_all("block")  # the outputs
+        free_all("added gradient")  # to those that exist
+        for number, size in enumerate(_pieces(graph.optimizer_step_bytes, parameters)):
+            allocator.allocate(("optimizer", number), size)
+        free_all("optimizer")
+
+    for number, block in enumerate(resident):
+        if block.kind != "optimizer":
+            allocator.allocate(("resident", number), block.bytes)
+    step("gradient")
+    for number, size in enumerate(_pieces(graph.optimizer_bytes, parameters)):
+        allocator.allocate(("state", number), size)
+    if not graph.accumulated_bytes:
+        free_all("gradient")  # zero_grad(set_to_none=True)
+    allocator.reset_peaks()
+    step("added gradient" if graph.accumulated_bytes else "gradient")
+    reserved = allocator.peak_reserved
+    margin = where.memory_bytes - context_bytes - reserved
+    return DeviceMemory(allocator.peak_allocated, reserved, context_bytes, margin, allocator.largest_free_block)
+
+
+_MATMULS = {str(each) for each in MATMULS}
+
+
+def _pieces(size: int, parameters: list[int]) -> Iterator[int]:
+    """`size` bytes in blocks as large as the parameters, in their order and again; what remains is one more block."""
+    while parameters and size >= min(parameters):
+        for block in parameters:
+            if size >= block:
+                size -= block
+                yield block
+    if size:
+        yield size

@@ -280,6 +280,7 @@ def _require_options(request: Request) -> None:
     check_policy(request.policy)
     given = {
         "plan=": request.plan is not None,
+        "a budget of reserved bytes": request.is_reserved,
         "slowdown=": request.slowdown is not None,
         "regions=True": bool(request.regions),
         "chunk_head=": bool(request.chunk_head),

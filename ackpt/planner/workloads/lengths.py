@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from ackpt.core.budget import dynamic_limit, is_share, readable
+from ackpt.core.budget import dynamic_limit, is_share, readable, split_budget
 from ackpt.core.errors import BudgetError, TraceError
 from ackpt.core.progress import shown, stage
 from ackpt.metering.cpu_meter import no_collection
@@ -38,6 +38,7 @@ from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import NO_LOOP, Loop, check_optimizer, with_loop
 from ackpt.planner.capture.shapes import Shapes
 from ackpt.planner.costs.devices import Device, device
+from ackpt.planner.schedule.allocations import device_memory
 from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.step.many_sizes import AUTO, FULL, ManySizes, Values
 from ackpt.planner.step.plans import CapturedStep
@@ -46,9 +47,7 @@ from .planned_shapes import (
     PlanConfig,
     allocated_on,
     calls_as_on,
-    device_memory,
     scaled_loss,
-    split_budget,
     with_training_loop,
 )
 from .step_request import BUILT_IN, TRANSFORMERS, batches_of, training_step

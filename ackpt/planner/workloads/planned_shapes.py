@@ -6,7 +6,7 @@ device. With a device profile the step is captured as a GPU would run it, see `C
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,30 +15,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ackpt.core.budget import dynamic_limit, is_share, readable
+from ackpt.core.budget import dynamic_limit, split_budget
 from ackpt.core.errors import BudgetError, did_you_mean
 from ackpt.core.progress import shown, stage
 from ackpt.metering.autograd_engine import around_backward
 from ackpt.metering.cpu_meter import no_collection
 from ackpt.metering.cuda_choices import CudaChoices
-from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, CachingAllocator, gpu
-from ackpt.metering.kernel_memory import MATMULS
+from ackpt.metering.gpus import BLOCK, MIB, AllocatorSettings, gpu
 from ackpt.metering.resident import rounded
 from ackpt.planner.capture.chunked_head import chunked
 from ackpt.planner.capture.inspection.calls import MACHINE
 from ackpt.planner.capture.joint_graph import JointGraph
 from ackpt.planner.capture.optimizer_state import Loop, eight_bit_bytes, with_loop
 from ackpt.planner.capture.tracing import trace
-from ackpt.planner.choose import plan_by_policy, plan_in_chunks
+from ackpt.planner.choose import plan_by_policy, plan_in_chunks, within_reserved
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import Profile, with_gpu_workspace
 from ackpt.planner.costs.profiles import profile as profiled
 from ackpt.planner.policies import POLICIES
 from ackpt.planner.request import Request
-from ackpt.planner.schedule.allocations import RESIDENT, allocations
+from ackpt.planner.schedule.allocations import DeviceMemory, device_memory
 from ackpt.planner.schedule.plan import Plan
-from ackpt.planner.schedule.schedule import Schedule
-from ackpt.planner.schedule.simulator import follow, simulate
+from ackpt.planner.schedule.simulator import simulate
 
 from .step_request import DTYPES, EIGHT_BIT, StepRequest, TrainingStep, autocast, optimizer_kind, training_step
 
@@ -89,7 +87,7 @@ class PlanConfig:
             raise ValueError("--allocator has settings of a GPU's allocator: give --device-profile")
         bound, is_reserved = split_budget(self.budget)
         dynamic_limit(bound, 0, 0)  # a text that is no budget is refused before the work
-        if is_reserved and (self.device is None or is_share(bound)):
+        if is_reserved and self.device is None:
             raise ValueError(
                 f"the budget {self.budget!r} bounds what a GPU's allocator reserves: give bytes and --device-profile"
             )
@@ -109,104 +107,6 @@ class PlanConfig:
         if self.device is not None:
             for dtype in (str(self.step.dtype).removeprefix("torch."), self.autocast):
                 _require(f"dtype of {self.device}", dtype, device(self.device).flops_per_second)
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Peaks of a step on a device, in bytes.
-
-    ``allocated`` and ``reserved``: as ``torch.cuda.max_memory_allocated`` and ``max_memory_reserved`` return them.
-    ``context``: of CUDA, outside of both. ``margin``: what remains of the device's memory; negative if the step does
-    not fit. ``largest_free_block``: at the end of the step.
-    """
-
-    allocated: int
-    reserved: int
-    context: int
-    margin: int
-    largest_free_block: int
-
-    @property
-    def fits(self) -> bool:
-        return self.margin >= 0
-
-
-def device_memory(
-    graph: JointGraph,
-    workspace_bytes: Sequence[int],
-    schedule: Schedule,
-    where: Device,
-    context_bytes: int,
-    settings: AllocatorSettings | None = None,
-) -> DeviceMemory:
-    """The memory of a step with `schedule` on a GPU; by default with the allocator's settings in the environment.
-
-    The model is loaded, the optimizer's state is created at the end of a first step, and a second step is observed,
-    which may find the gradients of the first. State and temporaries of the optimizer are blocks as large as the
-    parameters; cuBLAS has a workspace in forward and backward.
-    """
-    blocks = allocations(graph, schedule, workspace_bytes)
-    boundary = follow(graph, schedule, workspace_bytes).boundary
-    resident = [block for block in blocks if block.kind in RESIDENT]
-    dynamic = [block for block in blocks if block.kind not in RESIDENT]
-    if graph.optimizer_step_bytes:  # the last event of the simulator
-        dynamic = dynamic[:-1]
-    parameters = [block.bytes for block in resident if block.kind == "parameters"]
-    events = [(block.begin, False, number) for number, block in enumerate(dynamic)]
-    events += [(block.end, True, number) for number, block in enumerate(dynamic) if block.end is not None]
-    events.sort()
-    multiplies = any(node.target in _MATMULS for node in graph.nodes)
-    allocator = CachingAllocator(settings or AllocatorSettings.parsed())
-
-    def free_all(kind: str) -> None:
-        for key in [key for key in allocator.blocks if isinstance(key, tuple) and key[0] == kind]:
-            allocator.free(key)
-
-    def step(gradient: str) -> None:
-        """All blocks in order, and then those of the optimizer; gradients remain."""
-        for event, is_end, number in events:
-            block = dynamic[number]
-            if is_end:
-                allocator.free(("block", number))
-                continue
-            kind = gradient if block.kind == "gradients" and block.end is None else "block"
-            allocator.allocate((kind, number), block.bytes)
-            workspace = "workspace", "backward" if event > boundary else "forward"
-            if multiplies and workspace not in allocator.blocks:
-                allocator.allocate(workspace, gpu(where.name).cublas_workspace_bytes)
-        free_all("block")  # the outputs
-        free_all("added gradient")  # to those that exist
-        for number, size in enumerate(pieces(graph.optimizer_step_bytes, parameters)):
-            allocator.allocate(("optimizer", number), size)
-        free_all("optimizer")
-
-    for number, block in enumerate(resident):
-        if block.kind != "optimizer":
-            allocator.allocate(("resident", number), block.bytes)
-    step("gradient")
-    for number, size in enumerate(pieces(graph.optimizer_bytes, parameters)):
-        allocator.allocate(("state", number), size)
-    if not graph.accumulated_bytes:
-        free_all("gradient")  # zero_grad(set_to_none=True)
-    allocator.reset_peaks()
-    step("added gradient" if graph.accumulated_bytes else "gradient")
-    reserved = allocator.peak_reserved
-    margin = where.memory_bytes - context_bytes - reserved
-    return DeviceMemory(allocator.peak_allocated, reserved, context_bytes, margin, allocator.largest_free_block)
-
-
-_MATMULS = {str(each) for each in MATMULS}
-
-
-def pieces(size: int, parameters: list[int]) -> Iterator[int]:
-    """`size` bytes in blocks as large as the parameters, in their order and again; what remains is one more block."""
-    while parameters and size >= min(parameters):
-        for block in parameters:
-            if size >= block:
-                size -= block
-                yield block
-    if size:
-        yield size
 
 
 @dataclass(frozen=True)
@@ -277,13 +177,6 @@ def at_peak(graph: JointGraph, plan: Plan) -> dict[str, int]:
     return {**resident, **plan.timeline.at(plan.timeline.peak_index)}
 
 
-def split_budget(budget: float | int | str | None) -> tuple[float | int | str | None, bool]:
-    """A budget without its word "reserved", and whether it has that word."""
-    if isinstance(budget, str) and budget.split()[-1:] == ["reserved"]:
-        return budget.rpartition("reserved")[0], True
-    return budget, False
-
-
 def run_plan(config: PlanConfig) -> Planned:
     """Capture the step and plan it; BudgetError for an infeasible budget, ValueError for other refusals."""
     with shown(), no_collection():  # of the many objects of a capture, few are garbage
@@ -310,7 +203,7 @@ def _planned(
 ) -> Planned:
     policy = config.policy or ("none" if config.budget is None and config.slowdown is None else "auto")
 
-    def within(limit: float | str | None) -> Planned:
+    def within(limit: float | str | None) -> tuple[Planned, int, int]:
         request = Request(limit, config.slowdown, policy, config.options, chunk_head=config.chunk_head)
         graph, profile = whole
         if config.chunk_head:
@@ -319,34 +212,11 @@ def _planned(
             plan = plan_by_policy(graph, request, profile)
         context, settings = config.context_bytes, config.allocator_settings
         memory = where and device_memory(graph, profile.workspace_bytes, plan.schedule, where, context, settings)
-        return Planned(config, step, graph, profile, plan, where, memory, whole)
+        made = Planned(config, step, graph, profile, plan, where, memory, whole)
+        return made, plan.peak_bytes, made.reserved_bytes
 
     budget, is_reserved = split_budget(config.budget)
-    return _within_reserved(budget, within) if is_reserved else within(budget)
-
-
-def _within_reserved(budget, within: Callable[[int], Planned]) -> Planned:
-    """A plan for which the caching allocator reserves at most `budget`; every trial has a smaller peak."""
-    most = dynamic_limit(budget, 0, 0)
-    assert most is not None
-    limit = most
-    while True:
-        try:
-            made = within(limit)
-        except BudgetError as error:
-            if error.least_bytes is None:
-                raise
-            least = within(error.least_bytes).reserved_bytes
-            raise BudgetError(
-                f"no plan was found for which the allocator reserves at most {readable(most)}: the plan with the "
-                f"smallest peak, {readable(error.least_bytes)}, reserves {readable(least)} ({least} bytes)",
-                least,
-                f"{budget} reserved",
-            ) from None
-        excess = made.reserved_bytes - most
-        if excess <= 0:
-            return made
-        limit = max(1, made.plan.peak_bytes - max(1, excess // 2))
+    return within_reserved(budget, within) if is_reserved else within(budget)[0]
 
 
 def captured(step: TrainingStep, config: PlanConfig, where: Device | None) -> JointGraph:

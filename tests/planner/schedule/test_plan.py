@@ -13,7 +13,9 @@ from torch import nn
 import ackpt
 from ackpt.graph import PlanError, Step
 from ackpt.metering.meter import memory_format
+from ackpt.planner.costs.devices import device
 from ackpt.planner.policies import POLICIES
+from ackpt.planner.schedule.allocations import device_memory
 
 
 def model():
@@ -259,3 +261,32 @@ def test_a_model_passed_as_graph_is_refused():
     for call in (ackpt.plan, ackpt.profile):
         with pytest.raises(TypeError, match=r"graph must come from ackpt.trace\(model, \*args\), got Linear"):
             call(torch.nn.Linear(2, 2))
+
+
+def test_a_budget_of_reserved_bytes_holds_for_the_allocator_of_the_device():
+    block = lambda: nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))  # noqa: E731
+    model = nn.Sequential(*[block() for _ in range(8)])
+    graph = ackpt.trace(model, torch.zeros(8192, 256))
+    profile = ackpt.profile(graph, "t4")
+
+    def reserved(plan):
+        return device_memory(graph, profile.workspace_bytes, plan.schedule, device("t4"), 0).reserved
+
+    allocated, bounded = (ackpt.plan(graph, budget, profile=profile) for budget in ("300MiB", "300MiB reserved"))
+    assert (
+        reserved(allocated) > 300 * 2**20 >= reserved(bounded) and bounded.recompute_flops > allocated.recompute_flops
+    )
+    with pytest.raises(ackpt.BudgetError, match="no plan was found for which the allocator reserves at most 99.0 MiB"):
+        ackpt.plan(graph, "99MiB reserved", profile=profile)
+    with pytest.raises(ackpt.BudgetError, match="allocator reserves at most 99.0 MiB"):
+        ackpt.compile(model, torch.zeros(8192, 256), budget="99MiB reserved", device_profile="t4")
+    # A CPU's allocator reserves nothing.
+    assert ackpt.plan(graph, "300MiB reserved").limit_bytes == ackpt.plan(graph, "300MiB").limit_bytes
+
+
+def test_a_budget_of_reserved_bytes_is_refused_where_only_allocated_ones_are_planned():
+    model, x = torch.nn.Linear(8, 8), torch.zeros(4, 8)
+    with pytest.raises(ValueError, match="'50% reserved' bounds what a GPU's allocator reserves: give bytes"):
+        ackpt.compile(model, x, budget="50% reserved")
+    with pytest.raises(ValueError, match="regions=True plans allocated bytes"):
+        ackpt.compile(model, x, budget="1GiB reserved", regions=True)
