@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from ackpt.core.budget import is_share
+from ackpt.core.budget import dynamic_limit, is_share, split_budget
 from ackpt.core.errors import did_you_mean
 from ackpt.core.files import RecordError, check_writable
+from ackpt.core.progress import shown
 from ackpt.planner.costs.devices import DEVICES, device
 from ackpt.planner.workloads.step_request import (
     BUILT_IN,
@@ -25,6 +26,7 @@ from ackpt.planner.workloads.step_request import (
     dtype_called,
     dtype_of_file,
     no_configuration,
+    optimizer_kind,
     unknown_model,
 )
 
@@ -250,14 +252,21 @@ def run_plan_command(arguments, command: str) -> int:
         raise UsageError("give MODEL, such as hf:GPT2Config, or --model FILE.py:FUNCTION, and not both")
     arguments.model = arguments.model or arguments.model_of_file
     _check_names(arguments)
+    with shown("importing the planner"):
+        text = _answer(arguments)
+    print(text)
+    return 0
+
+
+def _answer(arguments) -> str:
+    """What the command prints."""
     from ackpt.planner.workloads.planned_shapes import run_plan
 
     from . import plan_text
 
     if arguments.lengths is not None or arguments.tokens_per_batch or arguments.packed:
         report = _lengths(arguments)
-        print(json.dumps({"model": arguments.model, **report.to_json()}, indent=1) if arguments.json else report)
-        return 0
+        return json.dumps({"model": arguments.model, **report.to_json()}, indent=1) if arguments.json else str(report)
     if arguments.largest is not None:
         arguments.sweep = _open_sweep(arguments, plan_text.SIZES)
     if arguments.sweep is None and "," in (arguments.device_profile or ""):
@@ -269,16 +278,14 @@ def run_plan_command(arguments, command: str) -> int:
             option = f"--{sweep.option.replace('_', '-')} {getattr(arguments, sweep.option)}"
             raise UsageError(f"--sweep {arguments.sweep} gives the values of {option.split()[0]}: leave out {option}")
         rows = sweep.run(configuration(arguments, **{sweep.option: sweep.values[0]}))
-        print(json.dumps(sweep.to_json(rows), indent=1) if arguments.json else sweep.text(rows))
-        return 0
+        return json.dumps(sweep.to_json(rows), indent=1) if arguments.json else sweep.text(rows)
     config = configuration(arguments)
     html, snapshot = _writable_file(arguments.html, "--html"), _writable_file(arguments.memory_viz, "--memory-viz")
     if shardings := _shardings(arguments):
         model, plans = plan_text.run_sharded(config, shardings)
-        shown = plan_text.sharded_json if arguments.json else plan_text.sharded_text
-        printed = shown(model, shardings, plans)
-        print(json.dumps(printed, indent=1) if arguments.json else printed)
-        return 0
+        if arguments.json:
+            return json.dumps(plan_text.sharded_json(model, shardings, plans), indent=1)
+        return plan_text.sharded_text(model, shardings, plans)
     output = _writable_file(arguments.output, "--output")
     planned = run_plan(config)
     if output is not None:
@@ -288,14 +295,12 @@ def run_plan_command(arguments, command: str) -> int:
     if explanation is not None:
         written += [explanation.to_html(html)] if html else []
         written += [explanation.to_memory_viz(snapshot)] if snapshot else []
-    shown = explanation if arguments.explain else None
+    explained = explanation if arguments.explain else None
     if arguments.json:
-        print(json.dumps(plan_text.to_json(planned, shown), indent=1))
-        return 0
-    parts = [plan_text.text(planned), *([] if shown is None else [str(shown)])]
+        return json.dumps(plan_text.to_json(planned, explained), indent=1)
+    parts = [plan_text.text(planned), *([] if explained is None else [str(explained)])]
     parts += [] if output is None else [plan_text.how_it_runs(planned, str(output))]
-    print("\n\n".join([*parts, *(f"written to {path}" for path in written)]))
-    return 0
+    return "\n\n".join([*parts, *(f"written to {path}" for path in written)])
 
 
 def _open_sweep(arguments, first_sizes: dict[str, int]) -> str:
@@ -315,6 +320,10 @@ def _check_names(arguments) -> None:
     """Refuse a wrong device, model or configuration before the imports that planning needs, which take seconds."""
     for name in filter(None, (arguments.device_profile or "").split(",")):
         device(name)
+    dynamic_limit(split_budget(arguments.budget)[0], 0, 0)
+    optimizer_kind(arguments.optimizer)
+    for name in (arguments.dtype, arguments.autocast):
+        dtype_called(name or "float32")
     name = arguments.model.removeprefix(TRANSFORMERS)
     if name == arguments.model:
         if arguments.model_of_file is not None and FROM_FILE not in name:

@@ -38,6 +38,19 @@ def test_the_table_has_a_row_per_method(capsys, file):
     assert "of the epoch's FLOPs" in rows[4]
 
 
+def test_the_report_takes_your_own_model(capsys, tmp_path, file):
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "def make(batch_size, seq_len):\n"
+        "    model = torch.nn.Sequential(torch.nn.Embedding(50, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))\n"
+        "    return model, {'input': torch.zeros(batch_size, seq_len, dtype=torch.long)}\n"
+    )
+    own = ["--model", f"{tmp_path}/own.py:make"]
+    report = planned(capsys, *own, "--lengths", file, "--batch-size", "2")["methods"]["none"]
+    alone = planned(capsys, *own, "--seq-len", "16", "--batch-size", "2")
+    assert report["sorted"]["bytes"]["worst"] == alone["peak_bytes"] and report["sorted"]["worst"] == [2, 16]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

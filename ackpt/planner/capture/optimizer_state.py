@@ -109,9 +109,19 @@ def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu:
 
 def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool = False, scaling: bool = False):
     """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
-    stand_in = copy.copy(unwrapped(optimizer))
+    own = unwrapped(optimizer)
+    if getattr(own, "is_paged", False) and not on_cpu:
+        raise TraceError(
+            f"{type(own).__name__} keeps its state in memory that CUDA moves between host and GPU, so its bytes on the "
+            "GPU are not known. Leave optimizer= out, and give a budget that leaves room for its state."
+        )
+    stand_in = type(own).__new__(type(own))
+    stand_in.__setstate__({**own.__getstate__(), "defaults": dict(own.defaults)})  # which it changes; without hooks
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), no_autocast():
+            if any(kind.__module__.startswith("bitsandbytes.") for kind in type(own).__mro__):
+                for name, value in vars(own).items():  # a copy has none of its attributes
+                    vars(stand_in).setdefault(name, tree_map(lambda leaf: _stands_for(leaf, None), value))
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))
             trained = [p for group in stand_in.param_groups for p in group["params"] if p.grad is not None]
@@ -268,7 +278,7 @@ def _states_without_data(optimizer, stand_in):
 def _stands_for(value, on_device: bool):
     """A tensor without data for a part of a state; a copy of a count of steps, unless it is read `on_device` only."""
     if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
+        return value if on_device is None else copy.deepcopy(value)
     if value.dim() or on_device or isinstance(value, FakeTensor) or value.is_meta:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
     with unset_fake_temporarily():

@@ -217,7 +217,8 @@ def fits(
     Args:
         model: an ``nn.Module`` on the CPU or the meta device, or from `ackpt.from_shapes`. With `device`, its data are
             not read.
-        lengths: the length of every sequence of the data set: a list, an array, a tensor, or any other iterable.
+        lengths: the length of every sequence of the data set: a list, an array, a tensor, or any other iterable. For
+            inputs of a fixed size, such as images, ``[1] * number``, with a `batch` that ignores the length.
         batch_size: the number of sequences in a batch, which is padded to the longest.
         tokens_per_batch: the largest number of tokens in a batch, padding included.
         packed: the largest number of tokens in a row of concatenated sequences; a row is a batch of one sequence.
@@ -234,7 +235,8 @@ def fits(
 
     Raises:
         ValueError: for lengths that are no positive integers or exceed the model's positions, for none or several of
-            `batch_size`, `tokens_per_batch` and `packed`, and for a `batch` that does not use both of its arguments.
+            `batch_size`, `tokens_per_batch` and `packed`, and for a `batch` that ignores the number of
+            sequences, or several lengths.
         TypeError: for a model whose arguments are not known, without `batch`.
         TraceError: if the model cannot be captured, or needs a capture for almost every size.
 
@@ -296,8 +298,10 @@ def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, nam
     elif kind[0] == PACKED:
         raise ValueError(f"--packed makes rows for models of transformers ({TRANSFORMERS}...), not {name}")
     else:
-        inputs_of = BUILT_IN[name][2]
-        make = lambda size, length: inputs_of(model, replace(config.step, batch_size=size, seq_len=length))  # noqa: E731
+
+        def make(size: int, length: int):
+            step = replace(config.step, batch_size=size, seq_len=length)
+            return BUILT_IN[name][2](model, step) if name in BUILT_IN else training_step(step).inputs
 
     @contextlib.contextmanager
     def capturing():
@@ -319,7 +323,7 @@ def report(
 ) -> Fits:
     """The report on one epoch; `name_of`: the length at an index, in words."""
     check_lengths(lengths, kind, positions, name_of)
-    steps.check_arguments(kind, max(lengths))
+    steps.check_arguments(kind, lengths)
     orders = random.Random(seed).sample(list(lengths), len(lengths)), sorted(lengths)
     most = positions[0] if positions is not None and kind[0] == PACKED else sum(lengths)
     policies = NONE, FULL, *([] if steps.budget is None else [AUTO])
@@ -367,10 +371,15 @@ class _Steps:
             seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
         return Method(epochs[0], epochs[1], *largest, flops, recomputed, added / seconds if seconds else None)  # pyright: ignore
 
-    def check_arguments(self, kind: Batching, longest: int) -> None:
-        """ValueError if the arguments have the same sizes for every number of sequences, or for every length."""
-        own, others = (1, longest), {"length": [(1, 1), (1, longest + 1024)]}  # it may be padded
-        for name, shapes in (others if kind[0] == PACKED else others | {"number of sequences": [(2, longest)]}).items():
+    def check_arguments(self, kind: Batching, lengths: Sequence[int]) -> None:
+        """ValueError if the arguments have the same sizes for every number of sequences, or for several lengths."""
+        own = 1, (longest := max(lengths))
+        others = {"number of sequences": [(2, longest)], "length": [(1, 1), (1, longest + 1024)]}  # it may be padded
+        if kind[0] == PACKED:
+            del others["number of sequences"]
+        elif min(lengths) == longest:  # as of images, which have a fixed size
+            del others["length"]
+        for name, shapes in others.items():
             if all(self._sizes(*shape) == self._sizes(*own) for shape in shapes):
                 raise ValueError(
                     f"batch= returns arguments of the same sizes for every {name}, such as batch{own} and "

@@ -31,6 +31,7 @@ from ackpt.models import LanguageModel, Transformer, TransformerConfig
 IMAGE_SIZE = 224
 TRANSFORMERS = "hf:"
 FROM_FILE = ".py:"  # in the name of a model that a function in a Python file makes
+OWN = "for any other model, write a function that returns the model and its inputs: --model FILE.py:FUNCTION"
 OF_THE_STUDY = ("resnet18", "resnet50", "resnet152", "bert-base", "bert-large", "sdxl-unet", "torchtitan-llama")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -108,7 +109,7 @@ def unknown_model(name: str, known) -> ValueError:
     if name in OF_THE_STUDY:
         command = f"`python -m experiments plan {name}` in a clone of the repository"
         text = f"{name} is not part of the package: run {command}, or choose from"
-    return ValueError(f"{text} {choices}")
+    return ValueError(f"{text} {choices}; {OWN}")
 
 
 def no_configuration(library: str, name: str, hint: str = "") -> ValueError:
@@ -116,7 +117,7 @@ def no_configuration(library: str, name: str, hint: str = "") -> ValueError:
     return ValueError(
         f"{library} has no configuration class {name!r}{hint}, and there is no such file: write hf:GPT2Config, "
         "hf:LlamaConfig or hf:path/to/config.json. Nothing is downloaded: save the config.json of a model on the Hub "
-        "first"
+        f"first; {OWN}"
     )
 
 
@@ -298,7 +299,7 @@ def _config(transformers, request: StepRequest):
         given = _read(path)
         kind = given.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
-            raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
+            raise ValueError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}; {OWN}")
         config_class = transformers.CONFIG_MAPPING[kind]
     else:
         given, config_class = {}, getattr(transformers, name, None)
@@ -328,7 +329,7 @@ def _read(path: Path) -> dict:
             f"{path} cannot be read ({error.strerror}): write hf:GPT2Config, or hf: and the path of a config.json"
         ) from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
-        raise ValueError(f"{path} is not a configuration of transformers: it has no model_type")
+        raise ValueError(f"{path} is not a configuration of transformers: it has no model_type; {OWN}")
     return data
 
 
@@ -346,7 +347,7 @@ def _tasks_by_class() -> dict[str, str]:
 
 def _head(config) -> tuple[str, str]:
     """The task and the name of the class: the one in ``architectures``, else that of the first task."""
-    known = f"ackpt plan knows those for {', '.join(TASKS)}"
+    known = f"ackpt plan knows those for {', '.join(TASKS)}; {OWN}"
     if named := (config.architectures or [None])[0]:
         if task := _tasks_by_class().get(named):
             return task, named
@@ -369,7 +370,7 @@ def _inputs(config, task: str, request: StepRequest) -> dict:
         if not frames or not bands:
             raise ValueError(
                 f"of the models from speech to text, ackpt plan knows those that read spectrograms as Whisper does; "
-                f"{type(config).__name__} has no max_source_positions or num_mel_bins"
+                f"{type(config).__name__} has no max_source_positions or num_mel_bins; {OWN}"
             )
         audio = torch.empty(request.batch_size, bands, 2 * frames, dtype=request.dtype)  # a convolution halves frames
         inputs = {"input_features": audio, "decoder_input_ids": ids(*shape), "labels": ids(*shape)}

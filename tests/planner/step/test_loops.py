@@ -3,9 +3,11 @@
 import pytest
 import torch
 from conftest import model_of, raises
+from planned_models import Mean
 from torch import nn
 
 import ackpt
+from ackpt.planner.capture.optimizer_state import optimizer_bytes
 
 
 def net(width=32):
@@ -129,3 +131,28 @@ def test_a_scaler_counts_to_the_byte(model, optimizer_name):
 def test_objects_that_are_no_scaler_are_refused(model):
     with pytest.raises(TypeError, match="scaler must be the torch.amp.GradScaler that scales the loss, got float"):
         ackpt.apply_budget(model, BATCH, budget=0.7, scaler=2.0)
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "AdEMAMix8bit"])
+def test_optimizers_of_bitsandbytes_count_with_their_kernels(name):
+    optim = pytest.importorskip("bitsandbytes").optim
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), Mean()), torch.randn(8, 64)
+    optimizer = getattr(optim, name)(model.parameters())
+    tables = {key: value.clone() for key, value in optimizer.name2qmap.items()}
+    before = {key: repr(value) for key, value in vars(optimizer).items()}
+    step = ackpt.apply_budget(model, x, budget=1.0, optimizer=optimizer)
+    assert before == {key: repr(value) for key, value in vars(optimizer).items()}
+    assert all(torch.equal(tables[key], value) for key, value in optimizer.name2qmap.items())
+
+    def train():
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured = ackpt.measure(train, resident=[model, x, optimizer], warmup=2)
+    assert measured.resident_bytes == step.plan.resident_bytes
+    assert 0 <= step.plan.peak_bytes - measured.peak_bytes <= 8
+    if name.startswith("Paged"):
+        with pytest.raises(ackpt.TraceError, match=f"{name} keeps its state in memory that CUDA moves"):
+            optimizer_bytes(optimizer, on_cpu=False)

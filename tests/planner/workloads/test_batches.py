@@ -65,3 +65,5 @@ def test_bad_arguments_have_one_error_each():
     loader = torch.utils.data.DataLoader([1, 2])
     for given in (loader, iter(loader)):
         raises(TypeError, r"next\(iter\(loader\)\)", lambda given=given: ackpt.apply_budget(model(), given, budget=0.9))
+    for call in (ackpt.trace, ackpt.compile):
+        raises(TypeError, r"next\(iter\(loader\)\)", lambda call=call: call(model(), loader))

@@ -204,6 +204,21 @@ def test_a_batch_that_does_not_use_its_arguments_is_refused(make, named):
         ackpt.fits(Words(), [3, 9], batch_size=2, batch=make)
 
 
+def test_inputs_of_a_fixed_size_need_no_length():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 6 * 6, 10))
+    images = lambda size, _: torch.zeros(size, 3, 8, 8)  # noqa: E731
+    found = ackpt.fits(model, [1] * 100, batch_size=8, batch=images, budget=200_000).methods["none"]
+    assert {shape for shape in found.random.shapes} == {(8, 1), (4, 1)} and 8 < found.largest < 100
+    graph = ackpt.trace(model, images(found.largest, 1))
+    assert (
+        ackpt.plan(graph).peak_bytes
+        <= 200_000
+        < ackpt.plan(ackpt.trace(model, images(found.largest + 1, 1))).peak_bytes
+    )
+    with pytest.raises(ValueError, match="same sizes for every number of sequences"):
+        ackpt.fits(model, [1] * 9, batch_size=2, batch=lambda *_: images(2, 1))
+
+
 def test_padded_batches_and_packed_rows_use_their_arguments():
     padded = ackpt.fits(Words(), [3, 9], batch_size=1, batch=lambda size, length: tokens(size, -(-length // 16) * 16))
     assert len(set(padded.methods["none"].random.bytes)) == 1

@@ -11,6 +11,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from ackpt.checkpointing.reachable import HOOKS
 from ackpt.checkpointing.standing_in import in_place_of, require_call_of_forward
@@ -72,6 +73,8 @@ def check_keywords(model, given, keywords, owner: str) -> None:
 
 def check_call(model, args, kwargs, keywords: Collection[str] = ()) -> None:
     """Refuse arguments that the forward does not take; `keywords`: those of `ackpt.compile`, if it got all others."""
+    if any(isinstance(given, DataLoader) for given in (*args, *kwargs.values())):
+        raise TypeError("the model got a DataLoader: give the inputs of one batch, such as *next(iter(loader))")
     signature = _signature(model)
     if signature is None:
         return
