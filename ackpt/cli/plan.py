@@ -98,6 +98,12 @@ def add_plan(commands) -> None:
         help="dtype of parameters and images: float32, bfloat16 or float16; default: that of the config.json, or "
         "float32",
     )
+    add(
+        "--quantize",
+        metavar="FORMAT",
+        help="refused: a model with 4-bit weights, such as nf4, comes from your own function (--model), or is planned "
+        "when it is loaded, by ackpt.apply_budget",
+    )
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
     add(
         "--optimizer",
@@ -250,6 +256,11 @@ def _chunk_head(value: str) -> str:
 def run_plan_command(arguments, command: str) -> int:
     if (arguments.model is None) == (arguments.model_of_file is None):
         raise UsageError("give MODEL, such as hf:GPT2Config, or --model FILE.py:FUNCTION, and not both")
+    if arguments.quantize is not None:
+        raise UsageError(
+            f"--quantize {arguments.quantize}: ackpt plan makes no quantized weights. Return a model that has them from "
+            "--model FILE.py:FUNCTION, or load it, and call ackpt.apply_budget(model, batch, budget=...)"
+        )
     arguments.model = arguments.model or arguments.model_of_file
     _check_names(arguments)
     with shown("importing the planner"):

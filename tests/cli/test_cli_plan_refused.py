@@ -57,6 +57,7 @@ REFUSED = [  # the model, the other options, and what is said; ... is any text
     (LLAMA, "--offload-blocks", "--offload-blocks copies from a GPU to the host: give --device-profile"),
     (LLAMA, "--every-n-layers 2 --policy full", "are options of policy selective: leave out --policy full"),
     (LLAMA, "--device-profile t5", "no rates are known for device 't5'"),
+    (LLAMA, "--quantize nf4", "--quantize nf4: ackpt plan makes no quantized weights...--model FILE.py:FUNCTION"),
     (LLAMA, "--fsdp 2 --policy rotor", "policy 'rotor' does not plan shards"),
     (GPT2, "--sweep seq=1:3", "--sweep seq=1:3: write batch_size, seq_len, image_size or device_profile"),
     (GPT2, "--sweep seq_len=8:4", "--sweep seq_len=8:4: write a range as in seq_len=1:64"),

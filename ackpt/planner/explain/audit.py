@@ -17,14 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 from ackpt.core.errors import BudgetError
 from ackpt.core.progress import about, stage
+from ackpt.metering import cpu_meter, cuda_meter
 from ackpt.metering.flops import UncountedFlops, count_flops
-from ackpt.metering.meter import Measurement, measure, memory_format
+from ackpt.metering.meter import Measurement, Seconds, measure, memory_format
 from ackpt.metering.resident import Item, storages_of
 from ackpt.planner.capture.inspection.calls import call_arguments
 from ackpt.planner.capture.outputs import without_gradient
 from ackpt.planner.capture.short_names import modules_text, pattern, short_source
 from ackpt.planner.capture.tracing import trace
 from ackpt.planner.choose import default_profile, plan_by_policy
+from ackpt.planner.policies import auto
+from ackpt.planner.policies.search.frontier import baseline_cost, frontier, thinned
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 from ackpt.planner.step.planned_step import PlannedStep, in_place_of, without_budget
@@ -60,7 +63,8 @@ class Audit:
     others are. ``saved_outside``: of regions, the largest first. ``offloaded_bytes`` and ``reloaded_bytes``: by hooks
     on saved tensors. ``flops``: of the baseline, ``recompute_flops``: those that the step has in addition; None if
     they cannot be counted. ``plan``: what `ackpt.apply_budget` would do with the measured peak as its budget; None
-    for the reason in ``no_plan``. ``notes``: what could not be restored, repeated or recognized.
+    for the reason in ``no_plan``. ``curve``: up to three plans from the lowest cost to the lowest peak, each as its peak
+    in bytes and its modeled cost, see `Plan.cost`. ``notes``: what could not be restored, repeated or recognized.
 
     Example:
         >>> import torch, ackpt
@@ -88,6 +92,7 @@ class Audit:
     recompute_flops: int | None
     plan: Plan | None
     no_plan: str
+    curve: tuple[tuple[int, float], ...]
     notes: tuple[str, ...]
 
     @property
@@ -121,7 +126,7 @@ def audit(
         TypeError, ValueError: for invalid arguments, for a step without backward, and for a model that
             ``torch.compile`` has compiled. Errors of the step itself are raised as they are.
 
-    The step runs about seven times. From copies in host memory, every run starts with the same parameters, buffers,
+    The step runs about eleven times. From copies in host memory, every run starts with the same parameters, buffers,
     gradients, optimizer state, attributes of modules, random numbers (torch, ``random``, numpy), and objects with a
     ``state_dict`` that the step refers to; afterwards all are as before. Recognized are ``torch.utils.checkpoint`` in
     both variants, all that is built on it (transformers, FSDP's wrapper, accelerate, Lightning, timm), hooks on saved
@@ -222,8 +227,13 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
     def metered(neutral: bool) -> tuple[Measurement, int | None]:
         with intercepted(Watch({}, True, quiet=True)) if neutral else contextlib.nullcontext():
             gc.collect()  # what is freed during the step must be the step's
-            measured, flops = measure(step, resident=resident, warmup=0, repeats=0), None
+            measured, flops, samples = measure(step, resident=resident, warmup=0, repeats=0), None, []
             undo.restore()
+            device = torch.device(measured.device)
+            for _ in range(2):
+                samples.append((cuda_meter if device.type == "cuda" else cpu_meter).clock(step, device))
+                undo.restore()
+            measured = replace(measured, seconds=Seconds.of(samples))
             stage("counting FLOPs")
             with contextlib.suppress(UncountedFlops):
                 flops = count_flops(step)
@@ -246,9 +256,9 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
         raise ValueError("the step runs no backward: audit a training step, with gradients on")
     said = "" if error is None else str(error).strip().partition("\n")[0] or type(error).__name__
     seen = Seen(modules, watch, plain, differences, said, measured, baseline)
-    plan, no_plan = None, "planned for a model and a batch, not for a step" if call is None else ""
+    plan, no_plan, curve = None, "planned for a model and a batch, not for a step" if call is None else "", ()
     if call is not None and measured is not None and compare_budget:
-        plan, no_plan = _planned(call, measured.peak_bytes)
+        plan, no_plan, curve = _planned(call, measured.peak_bytes)
     notes = [f"not restored: {words}" for words in undo.left()]
     notes += [f"differs between two equal runs of the step: {label}" for label in sorted(noise)[:1]]
     notes += [f"{_UNKNOWN} recomputes {modules_text(plain.unknown)}"] * bool(plain.unknown)
@@ -273,6 +283,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
         recompute_flops=None if flops is None or all_flops is None else max(0, all_flops - flops),
         plan=plan,
         no_plan=no_plan,
+        curve=curve,
         notes=tuple(notes),
     )
 
@@ -294,19 +305,23 @@ def _differences(values: dict[str, Any], expected: dict[str, Any]) -> dict[str, 
     return found
 
 
-def _planned(call, peak_bytes: int) -> tuple[Plan | None, str]:
-    """The plan for the same peak, or the reason why it could not be made."""
+def _planned(call, peak_bytes: int) -> tuple[Plan | None, str, tuple[tuple[int, float], ...]]:
+    """The plan for the same peak, or the reason why it could not be made, and the curve of an `Audit`."""
     model, args, kwargs = call
     model = model._ackpt_variants.model if isinstance(model, PlannedStep) else model
+    curve: tuple[tuple[int, float], ...] = ()
     try:
         with intercepted(Watch({}, True, quiet=True)), without_budget(model):
             graph = trace(model, *args, **kwargs)
-        return plan_by_policy(graph, Request(peak_bytes), default_profile(graph)), ""
+        profile = default_profile(graph)
+        whole, points = baseline_cost(graph, profile), thinned(frontier(graph, profile, auto.candidates), 3)
+        curve = tuple((point.peak_bytes + graph.resident_bytes, point.cost / whole) for point in points)
+        return plan_by_policy(graph, Request(peak_bytes), profile), "", curve
     except BudgetError as error:
         least = "unknown" if error.least_bytes is None else memory_format(error.least_bytes)
-        return None, f"the smallest feasible budget is {least}"
+        return None, f"the smallest feasible budget is {least}", curve
     except Exception as error:
-        return None, str(error).partition("\n")[0]
+        return None, str(error).partition("\n")[0], curve
 
 
 def _rows(audit: Audit) -> list[tuple[str, str]]:
@@ -322,6 +337,8 @@ def _rows(audit: Audit) -> list[tuple[str, str]]:
         saved, baseline_saved = memory_format(audit.saved_bytes), memory_format(audit.baseline_saved_bytes)
         peaks = f"{memory_format(measured.peak_bytes)}, baseline {memory_format(baseline.peak_bytes)} ({change:+.1%})"
         rows += [("equal", _equality(audit)), ("peak", peaks), ("saved", f"{saved}, baseline {baseline_saved}")]
+        longer = measured.seconds.median / baseline.seconds.median - 1 if measured.seconds and baseline.seconds else 0.0
+        rows += [("step time", f"{_seconds(measured)}, baseline {_seconds(baseline)} ({longer:+.0%}), measured")]
     if audit.recompute_flops is not None and audit.flops:
         share = f"{audit.recompute_flops / 1e9:.3g} GFLOP, {audit.recompute_flops / audit.flops:.1%} of the baseline's"
         rows += [("recomputed", share)]
@@ -352,7 +369,15 @@ def _rows(audit: Audit) -> list[tuple[str, str]]:
         rows += [("apply_budget", text)]
     elif audit.no_plan:
         rows += [("apply_budget", f"not computed: {audit.no_plan}")]
+    if audit.curve:
+        plans = ", ".join(f"{memory_format(peak)} at {cost:+.1%}" for peak, cost in audit.curve)
+        rows += [("plans", f"peak and added time: {plans}")]
+    rows += [("without", f"peak {memory_format(baseline.peak_bytes)}, {_seconds(baseline)}: no checkpointing at all")]
     return rows + [("note", note) for note in audit.notes]
+
+
+def _seconds(measured: Measurement) -> str:
+    return "unknown time" if measured.seconds is None else f"{measured.seconds.median:.3g} s"
 
 
 def _equality(audit: Audit) -> str:

@@ -384,3 +384,15 @@ def test_a_step_of_accelerate_is_sound():
             optimizer.zero_grad()
 
     assert kinds(step) == []
+
+
+def test_seconds_are_measured_and_plans_show_their_peaks():
+    audit = ackpt.audit(Net(plain), batch())
+    assert audit.measured.seconds.median > 0 and audit.baseline.seconds.median > 0
+    peaks, costs = zip(*audit.curve)
+    assert 2 <= len(peaks) <= 3 and sorted(peaks, reverse=True) == list(peaks) and sorted(costs) == list(costs)
+    least = ackpt.plan(ackpt.trace(Net(plain), batch()), peaks[-1])  # the smallest feasible budget
+    assert least.peak_bytes == peaks[-1] and abs(least.cost - costs[-1]) < 0.2
+    text = str(audit)
+    assert re.search(r"step time +\S+ s, baseline \S+ s \([+-]\d+%\), measured", text)
+    assert re.search(r"plans +peak and added time: .* at \+", text) and "no checkpointing at all" in text
