@@ -98,12 +98,7 @@ def add_plan(commands) -> None:
         help="dtype of parameters and images: float32, bfloat16 or float16; default: that of the config.json, or "
         "float32",
     )
-    add(
-        "--quantize",
-        metavar="FORMAT",
-        help="refused: a model with 4-bit weights, such as nf4, comes from your own function (--model), or is planned "
-        "when it is loaded, by ackpt.apply_budget",
-    )
+    add("--quantize", help=argparse.SUPPRESS)  # is refused, and the error says what to do
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
     add(
         "--optimizer",
@@ -258,7 +253,7 @@ def run_plan_command(arguments, command: str) -> int:
         raise UsageError("give MODEL, such as hf:GPT2Config, or --model FILE.py:FUNCTION, and not both")
     if arguments.quantize is not None:
         raise UsageError(
-            f"--quantize {arguments.quantize}: ackpt plan makes no quantized weights. Return a model that has them from "
+            f"--quantize {arguments.quantize}: ackpt plan makes no quantized weights. Return a model that has them by "
             "--model FILE.py:FUNCTION, or load it, and call ackpt.apply_budget(model, batch, budget=...)"
         )
     arguments.model = arguments.model or arguments.model_of_file

@@ -1,6 +1,4 @@
-"""The commands ``ackpt selftest`` and ``ackpt doctor``, which says what this machine can run.
-
-``ackpt selftest`` checks the promises of the package on this machine, in about a minute.
+"""The commands ``ackpt doctor``, which says what this machine can run, and ``ackpt selftest``, which checks promises.
 
 A Transformer runs the same step without checkpointing, in regions, in regions with offloaded inputs, and planned at
 half the peak. Gradients must be bit-equal, peaks must match the predictions, and the plan must keep its budget. Only
@@ -25,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ackpt
 from ackpt.core.files import write_text_atomic
 from ackpt.core.machine import machine
+from ackpt.core.progress import shown
 from ackpt.planner.costs.devices import DEVICES, rates_of
 
 from .command_line import writable
@@ -51,7 +50,8 @@ def add_selftest(commands) -> None:
 def run_selftest_command(arguments, command: str) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = writable(arguments.out, "--out")
-    record = run_selftest(device, command)
+    with shown("running the same step five times"):
+        record = run_selftest(device, command)
     text = json.dumps(record, indent=1, sort_keys=True)
     if folder is not None:
         write_text_atomic(folder / f"selftest-{device}.json", text + "\n")
@@ -62,11 +62,7 @@ def run_selftest_command(arguments, command: str) -> int:
 
 
 def run_selftest(device: str = "cpu", command: str = "") -> dict[str, Any]:
-    """Run all checks on ``"cpu"`` or ``"cuda"`` and return their record, which is plain data.
-
-    Its ``metrics`` have the ``methods``, each with ``predicted_peak_bytes`` and ``measured_peak_bytes`` (dynamic; on a
-    GPU with the allocator's), and the ``checks``, whose ``result`` is ``"passed"``, ``"warning"`` or ``"FAILED"``.
-    """
+    """Run all checks on ``"cpu"`` or ``"cuda"`` and return their record, plain data; peaks of ``methods`` are dynamic."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA GPU here: use --device cpu, or install a CUDA build of torch")
     rows, gradients = {}, {}

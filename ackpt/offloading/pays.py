@@ -113,11 +113,9 @@ def offload_pays(
         (False, 5518)
     """
     if isinstance(bytes_per_token, torch.nn.Module):
-        name = type(bytes_per_token).__name__
         raise TypeError(
-            f"offload_pays() got a model ({name}): it takes what one block offloads per token, in bytes, and the "
-            "seconds of the block's forward, as in offload_pays(4096 * 2, {2048: 0.004}); for a model and a batch, "
-            "ackpt.explain(model, batch) and ackpt.audit(model, batch) say what is saved, and what it costs"
+            "offload_pays() got a model: it takes what one block offloads per token, in bytes, and the seconds of its "
+            "forward, as in offload_pays(4096 * 2, {2048: 0.004}); ackpt.audit(model, batch) takes a model"
         )
     size = _positive("bytes_per_token", bytes_per_token)
     forward = _fit(_lengths("seconds", seconds))

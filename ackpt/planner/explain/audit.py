@@ -63,8 +63,8 @@ class Audit:
     others are. ``saved_outside``: of regions, the largest first. ``offloaded_bytes`` and ``reloaded_bytes``: by hooks
     on saved tensors. ``flops``: of the baseline, ``recompute_flops``: those that the step has in addition; None if
     they cannot be counted. ``plan``: what `ackpt.apply_budget` would do with the measured peak as its budget; None
-    for the reason in ``no_plan``. ``curve``: up to three plans from the lowest cost to the lowest peak, each as its peak
-    in bytes and its modeled cost, see `Plan.cost`. ``notes``: what could not be restored, repeated or recognized.
+    for the reason in ``no_plan``. ``curve``: peak in bytes and modeled cost of up to three plans, the cheapest first.
+    ``notes``: what could not be restored, repeated or recognized.
 
     Example:
         >>> import torch, ackpt

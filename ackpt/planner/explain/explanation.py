@@ -169,11 +169,9 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
     """Segments and events of the step; resident blocks are allocated first."""
     frames = {id(block): _frames(explanation, block) for block in explanation.allocations}
     events: list[tuple[int, bool, Allocation]] = []
-    for block in explanation.allocations:
-        if block.bytes:
-            events.append((block.begin, True, block))
-            if block.end is not None:
-                events.append((block.end, False, block))
+    for block in (block for block in explanation.allocations if block.bytes):
+        events.append((block.begin, True, block))
+        events += [] if block.end is None else [(block.end, False, block)]
     events.sort(key=lambda event: event[0])  # stable: at the same time in the order of allocation
     allocator = CachingAllocator()
     whole = 0
@@ -200,9 +198,7 @@ def snapshot(explanation: StepMemory) -> dict[str, Any]:
         "device": 0,
         "address": START,
         "total_size": whole,
-        "allocated_size": used,
-        "active_size": used,
-        "requested_size": used,
+        **dict.fromkeys(("allocated_size", "active_size", "requested_size"), used),
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),

@@ -122,10 +122,7 @@ def _recomputed_blocks(full: Plan) -> str:
 
 
 def _sharded_peak(graph: JointGraph, profile: Profile, schedule: Schedule, model, optimizer, ranks: int) -> int | str:
-    """The peak of one of `ranks` over which FSDP2 shards parameters, gradients and the optimizer's state.
-
-    Returns the reason if it cannot be simulated: a model without blocks, or blocks that FSDP2 would run in another way.
-    """
+    """The peak of one of `ranks` over which FSDP2 shards the step's state; the reason if it cannot be simulated."""
     if schedule.offloaded:
         return "plans that offload are not simulated for shards"
     if schedule.packed:

@@ -43,13 +43,7 @@ from ackpt.planner.schedule.schedule import Schedule
 from ackpt.planner.step.many_sizes import AUTO, FULL, ManySizes, Values
 from ackpt.planner.step.plans import CapturedStep
 
-from .planned_shapes import (
-    PlanConfig,
-    allocated_on,
-    calls_as_on,
-    scaled_loss,
-    with_training_loop,
-)
+from .planned_shapes import PlanConfig, allocated_on, calls_as_on, scaled_loss, with_training_loop
 from .step_request import BUILT_IN, TRANSFORMERS, batches_of, training_step
 
 BATCH_SIZE, TOKENS, PACKED = "batch_size", "tokens_per_batch", "packed"
