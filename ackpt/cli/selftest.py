@@ -62,7 +62,7 @@ def run_selftest_command(arguments, command: str) -> int:
 
 
 def run_selftest(device: str = "cpu", command: str = "") -> dict[str, Any]:
-    """Run all checks on ``"cpu"`` or ``"cuda"`` and return their record, plain data; peaks of ``methods`` are dynamic."""
+    """Run all checks on ``"cpu"`` or ``"cuda"`` and return their record; peaks of ``methods`` are dynamic."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA GPU here: use --device cpu, or install a CUDA build of torch")
     rows, gradients = {}, {}

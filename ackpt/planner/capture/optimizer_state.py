@@ -275,7 +275,7 @@ def _states_without_data(optimizer, stand_in):
     return states
 
 
-def _stands_for(value, on_device: bool):
+def _stands_for(value, on_device: bool | None):
     """A tensor without data for a part of a state; a copy of a count of steps, unless it is read `on_device` only."""
     if not isinstance(value, torch.Tensor):
         return value if on_device is None else copy.deepcopy(value)

@@ -293,7 +293,7 @@ def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, nam
         raise ValueError(f"--packed makes rows for models of transformers ({TRANSFORMERS}...), not {name}")
     else:
 
-        def make(size: int, length: int):
+        def make(size: int, length: int) -> Any:
             step = replace(config.step, batch_size=size, seq_len=length)
             return BUILT_IN[name][2](model, step) if name in BUILT_IN else training_step(step).inputs
 
