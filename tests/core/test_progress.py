@@ -3,6 +3,7 @@
 import functools
 import io
 import os
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import ackpt
+from ackpt.cli import main
 from ackpt.core import progress
 
 
@@ -139,3 +141,11 @@ def test_the_line_is_no_wider_than_the_terminal(terminal, monkeypatch):
         progress.stage("measuring the workspace of operations")
         terminal.wait_for("\rackpt: measuring th")
         assert len(shown_on(terminal)) == 19
+
+
+def test_one_line_shows_a_whole_sweep(terminal, capsys):
+    assert main(["plan", "lm", "--set", "layers=1", "--sweep", "seq_len=8,16"]) == 0
+    shown = terminal.getvalue()
+    assert "ackpt: importing the planner" in shown and "ackpt: seq len 16: capturing the step" in shown
+    assert len(re.findall(r"\r +\r", shown)) == 1  # it is erased once, at the end
+    assert capsys.readouterr().out.splitlines()[-1].startswith("16 ") and shown_on(terminal) == ""
