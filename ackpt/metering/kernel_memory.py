@@ -100,9 +100,8 @@ _SAFE_WITH_INTEGERS = frozenset(
     "linalg_lu_solve masked_scatter masked_select max max_pool2d_with_indices_backward "
     "max_pool3d_with_indices_backward max_unpool2d max_unpool3d mean median min mkldnn_rnn_layer_backward mode msort "
     "multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward multilabel_margin_loss_forward "
-    "new_ones nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot "
-    "optimizer_update_8bit_blockwise pack_bits put put_ repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ "
-    "searchsorted stack sum take tril triu unpack_bits "
+    "new_ones nll_loss2d_backward nll_loss2d_forward nll_loss_backward nll_loss_forward one_hot pack_bits put put_ "
+    "repeat_interleave roll scatter_ scatter_add_ scatter_reduce_ searchsorted stack sum take tril triu unpack_bits "
     "value_selecting_reduction_backward zero_ zeros_like".split()
 )
 # Derivatives that torch computes by other operations under a dispatch mode: `prod_backward` and `cumprod_backward` in

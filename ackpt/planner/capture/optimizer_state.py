@@ -110,11 +110,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer, stand_in, prediction, on_cpu:
 def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool = False, scaling: bool = False):
     """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
     own = unwrapped(optimizer)
-    if getattr(own, "is_paged", False) and not on_cpu:
-        raise TraceError(
-            f"{type(own).__name__} keeps its state in memory that CUDA moves between host and GPU, so its bytes on the "
-            "GPU are not known. Leave optimizer= out, and give a budget that leaves room for its state."
-        )
     stand_in = type(own).__new__(type(own))
     stand_in.__setstate__({**own.__getstate__(), "defaults": dict(own.defaults)})  # which it changes; without hooks
     try:
@@ -134,6 +129,16 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool
             f"the step of {type(optimizer).__name__} cannot be simulated without data: {reason}. Leave it out, and "
             "give a budget that leaves room for its state."
         ) from error
+    states = tree_leaves([[*state.values()] for state in stand_in.state.values() if isinstance(state, dict)])
+    reason = ""
+    if on_cpu and any(getattr(each, "dtype", None) is torch.uint8 for each in states):
+        reason = "updates 8-bit state by kernels whose memory on a CPU is not known"
+    elif not on_cpu and getattr(own, "is_paged", False):
+        reason = "keeps its state in memory that CUDA moves between host and GPU, so its bytes on the GPU are not known"
+    if reason:
+        raise TraceError(
+            f"{type(own).__name__} {reason}. Leave optimizer= out, and give a budget that leaves room for its state."
+        )
     return stand_in, trained, prediction
 
 

@@ -133,17 +133,20 @@ def test_objects_that_are_no_scaler_are_refused(model):
         ackpt.apply_budget(model, BATCH, budget=0.7, scaler=2.0)
 
 
-@pytest.mark.filterwarnings("ignore:Paged optimizers")
-@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit", "Lion8bit", "AdEMAMix8bit"])
-def test_optimizers_of_bitsandbytes_count_with_their_kernels(name):
+def of_bitsandbytes(name):
+    """An optimizer of bitsandbytes, and its model and batch; the optimizer must not change while it is simulated."""
     optim = pytest.importorskip("bitsandbytes").optim
     model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), Mean()), torch.randn(8, 64)
-    optimizer = getattr(optim, name)(model.parameters())
-    tables = {key: value.clone() for key, value in optimizer.name2qmap.items()}
+    return getattr(optim, name)(model.parameters()), model, x
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+@pytest.mark.parametrize("name", ["AdamW", "PagedAdamW32bit"])
+def test_optimizers_of_bitsandbytes_count(name):
+    optimizer, model, x = of_bitsandbytes(name)
     before = {key: repr(value) for key, value in vars(optimizer).items()}
     step = ackpt.apply_budget(model, x, budget=1.0, optimizer=optimizer)
     assert before == {key: repr(value) for key, value in vars(optimizer).items()}
-    assert all(torch.equal(tables[key], value) for key, value in optimizer.name2qmap.items())
 
     def train():
         model(x).backward()
@@ -153,6 +156,23 @@ def test_optimizers_of_bitsandbytes_count_with_their_kernels(name):
     measured = ackpt.measure(train, resident=[model, x, optimizer], warmup=2)
     assert measured.resident_bytes == step.plan.resident_bytes
     assert 0 <= step.plan.peak_bytes - measured.peak_bytes <= 8
-    if name.startswith("Paged"):
-        with pytest.raises(ackpt.TraceError, match=f"{name} keeps its state in memory that CUDA moves"):
-            optimizer_bytes(optimizer, on_cpu=False)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit", "AdEMAMix8bit"])
+def test_8_bit_optimizers_of_bitsandbytes_count_on_a_gpu(name):
+    optimizer, model, x = of_bitsandbytes(name)
+    tables = {key: value.clone() for key, value in optimizer.name2qmap.items()}
+    with pytest.raises(ackpt.TraceError, match=f"{name} updates 8-bit state by kernels whose memory on a CPU is not"):
+        ackpt.apply_budget(model, x, budget=1.0, optimizer=optimizer)
+    state, step = optimizer_bytes(optimizer, on_cpu=False)
+    assert all(torch.equal(tables[key], value) for key, value in optimizer.name2qmap.items())
+    model(x).backward()
+    optimizer.step()
+    tensors = {each: None for held in optimizer.state.values() for each in held.values() if torch.is_tensor(each)}
+    assert state == sum(-(-each.nbytes // 512) * 512 for each in tensors) and step == 0
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers")
+def test_paged_optimizers_are_refused_on_a_gpu():
+    with pytest.raises(ackpt.TraceError, match="PagedAdamW8bit keeps its state in memory that CUDA moves"):
+        optimizer_bytes(of_bitsandbytes("PagedAdamW8bit")[0], on_cpu=False)
