@@ -293,9 +293,11 @@ def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, nam
         raise ValueError(f"--packed makes rows for models of transformers ({TRANSFORMERS}...), not {name}")
     else:
 
-        def make(size: int, length: int) -> Any:
+        def own(size: int, length: int) -> dict[str, Any]:
             step = replace(config.step, batch_size=size, seq_len=length)
             return BUILT_IN[name][2](model, step) if name in BUILT_IN else training_step(step).inputs
+
+        make = own
 
     @contextlib.contextmanager
     def capturing():
