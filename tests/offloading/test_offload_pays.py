@@ -110,3 +110,8 @@ def test_devices_without_streams_are_refused():
         raises(ValueError, "give the bandwidth", lambda: offload_pays(4, {8: 1.0}, device="cuda"))
     message = "device='tpu' is unknown: choose 'cpu' or 'cuda'"
     raises(ValueError, message, lambda: ackpt.offload_pays(4, {10: 1.0}, device="tpu"))
+
+
+def test_a_model_is_refused_with_what_to_give():
+    with pytest.raises(TypeError, match=r"got a model: it takes what one block offloads per token.*ackpt.audit\(model"):
+        offload_pays(torch.nn.Linear(8, 8), torch.ones(4, 8))
