@@ -234,7 +234,7 @@ def device_memory(
                 allocator.allocate(workspace, gpu(where.name).cublas_workspace_bytes)
         free_all("block")  # the outputs
         free_all("added gradient")  # to those that exist
-        for number, size in enumerate(_pieces(graph.optimizer_step_bytes, parameters)):
+        for number, size in enumerate(pieces(graph.optimizer_step_bytes, parameters)):
             allocator.allocate(("optimizer", number), size)
         free_all("optimizer")
 
@@ -242,7 +242,7 @@ def device_memory(
         if block.kind != "optimizer":
             allocator.allocate(("resident", number), block.bytes)
     step("gradient")
-    for number, size in enumerate(_pieces(graph.optimizer_bytes, parameters)):
+    for number, size in enumerate(pieces(graph.optimizer_bytes, parameters)):
         allocator.allocate(("state", number), size)
     if not graph.accumulated_bytes:
         free_all("gradient")  # zero_grad(set_to_none=True)
@@ -256,7 +256,7 @@ def device_memory(
 _MATMULS = {str(each) for each in MATMULS}
 
 
-def _pieces(size: int, parameters: list[int]) -> Iterator[int]:
+def pieces(size: int, parameters: list[int]) -> Iterator[int]:
     """`size` bytes in blocks as large as the parameters, in their order and again; what remains is one more block."""
     while parameters and size >= min(parameters):
         for block in parameters:

@@ -16,7 +16,7 @@ from ackpt.metering.gpus import BLOCK, AllocatorSettings, CachingAllocator, gpu
 from ackpt.planner.costs.devices import Device, device
 from ackpt.planner.costs.profiles import profile
 from ackpt.planner.policies import selective
-from ackpt.planner.schedule.allocations import DeviceMemory
+from ackpt.planner.schedule.allocations import DeviceMemory, pieces
 from ackpt.planner.workloads.planned_shapes import PlanConfig, captured, in_chunks
 from ackpt.planner.workloads.step_request import StepRequest, TrainingStep, optimizer_kind, training_step
 
