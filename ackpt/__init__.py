@@ -70,38 +70,29 @@ __all__ = [
 
 # Imported on first use: what plans graphs, which needs torch's compiler stack.
 _LATER = {
-    "AckptCallback": ("ackpt.planner.trainer_callback", "AckptCallback"),  # not in `__all__`: it needs transformers
-    "Plan": ("ackpt.graph", "Plan"),
-    "PlanError": ("ackpt.graph", "PlanError"),
-    "RecordError": ("ackpt.core.files", "RecordError"),
-    "ScheduleError": ("ackpt.graph", "ScheduleError"),
-    "apply_budget": ("ackpt.planner.api", "apply_budget"),
-    "audit": ("ackpt.planner.explain.audit", "audit"),
-    "batches": ("ackpt.planner.workloads.batches", "batches"),
-    "calibrate": ("ackpt.planner.costs.calibration", "calibrate"),
-    "compile": ("ackpt.planner.api", "compile"),
-    "explain": ("ackpt.planner.explain.explanation", "explain"),
-    "fits": ("ackpt.planner.workloads.lengths", "fits"),
-    "from_shapes": ("ackpt.planner.capture.shapes", "from_shapes"),
-    "graph": ("ackpt.graph", None),
-    "offload_pays": ("ackpt.offloading.pays", "offload_pays"),
-    "plan": ("ackpt.planner.api", "plan"),
-    "policies": ("ackpt.policies", None),
-    "predict": ("ackpt.metering.prediction", "predict"),
-    "print_saved": ("ackpt.planner.explain.print_saved", "print_saved"),
-    "profile": ("ackpt.graph", "profile"),
-    "remove_budget": ("ackpt.planner.api", "remove_budget"),
-    "trace": ("ackpt.graph", "trace"),
+    "ackpt.core.files": ("RecordError",),
+    "ackpt.graph": ("Plan", "PlanError", "ScheduleError", "graph", "profile", "trace"),
+    "ackpt.metering.prediction": ("predict",),
+    "ackpt.offloading.pays": ("offload_pays",),
+    "ackpt.planner.api": ("apply_budget", "compile", "plan", "remove_budget"),
+    "ackpt.planner.capture.shapes": ("from_shapes",),
+    "ackpt.planner.costs.calibration": ("calibrate",),
+    "ackpt.planner.explain.audit": ("audit",),
+    "ackpt.planner.explain.explanation": ("explain",),
+    "ackpt.planner.explain.print_saved": ("print_saved",),
+    "ackpt.planner.trainer_callback": ("AckptCallback",),  # not in `__all__`: it needs transformers
+    "ackpt.planner.workloads.batches": ("batches",),
+    "ackpt.planner.workloads.lengths": ("fits",),
+    "ackpt.policies": ("policies",),
 }
 
 
 def __getattr__(name: str):
-    if name in _LATER:
+    if (path := next((path for path, names in _LATER.items() if name in names), None)) is not None:
         import importlib
 
-        path, attribute = _LATER[name]
         module = importlib.import_module(path)
-        return module if attribute is None else getattr(module, attribute)
+        return module if path == f"ackpt.{name}" else getattr(module, name)
     if name == "colab":
         raise AttributeError("ackpt.colab is now experiments.colab, in a clone of the repository")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

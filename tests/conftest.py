@@ -371,6 +371,11 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+def peak_with_host_bytes(simulated) -> int:
+    """The peak of dynamic and host bytes together: on a CPU both are one memory."""
+    return max(map(sum, zip(simulated.timeline.live, simulated.host_live)))
+
+
 @pytest.fixture
 def fresh_dynamo():
     """Dynamo has compiled nothing before, and forgets what the test compiled."""

@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -174,15 +173,16 @@ def text_of(record: dict[str, Any]) -> str:
     return "\n".join([f"{where['device_name']}, torch {where['torch']}, {where['threads']} threads", *lines])
 
 
-OPTIONAL = (
-    ("tokenizers", "lm", "the language-model experiment"),
-    ("datasets", "lm", "--dataset wikitext"),
-    ("tensorboard", "profile", "--profile-dir"),
-    ("matplotlib", "plots", "figures"),
-    ("seaborn", "plots", "figures"),
-    ("scipy", "plan", "the lower bound of a plan's cost"),
-    ("transformers", "hf", "ackpt plan hf:..."),
-)
+# By package: the extra that installs it, and what needs it.
+OPTIONAL = {
+    "tokenizers": ("lm", "the language-model experiment"),
+    "datasets": ("lm", "--dataset wikitext"),
+    "tensorboard": ("profile", "--profile-dir"),
+    "matplotlib": ("plots", "figures"),
+    "seaborn": ("plots", "figures"),
+    "scipy": ("plan", "the lower bound of a plan's cost"),
+    "transformers": ("hf", "ackpt plan hf:..."),
+}
 
 
 def add_doctor(commands) -> None:
@@ -194,50 +194,21 @@ def add_doctor(commands) -> None:
 
 
 def run_doctor(arguments, command: str) -> int:
-    """Print facts about this machine: device, versions, optional packages."""
-    has_gpu = torch.cuda.is_available()
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count() if has_gpu else 0))
-    findings = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "cuda": has_gpu,
-        "gpus": [
-            {
-                "name": gpu.name,
-                "memory_bytes": gpu.total_memory,
-                "compute_capability": f"{gpu.major}.{gpu.minor}",
-                "varlen_attention": (gpu.major, gpu.minor) >= (8, 0),
-            }
-            for gpu in gpus
-        ],
-        "packages": [
-            {
-                "name": name,
-                "for": purpose,
-                "installed": importlib.util.find_spec(name) is not None,
-                "install": f'pip install "ackpt[{extra}]"',
-            }
-            for name, extra, purpose in OPTIONAL
-        ],
-    }
-    print(json.dumps(findings, indent=1) if arguments.json else text(findings))
-    return 0
-
-
-def text(findings: dict) -> str:
-    """The findings in lines for a terminal."""
-    lines = [
-        f"python {findings['python']}, torch {findings['torch']}, {findings['cores']} cores, "
-        f"{findings['threads']} threads"
+    """Print facts about this machine: its first GPU or the CPU, versions, optional packages."""
+    where = machine("cuda" if torch.cuda.is_available() else "cpu")
+    packages = [
+        {"name": name, "for": purpose, "installed": importlib.util.find_spec(name) is not None, "install": install}
+        for name, (extra, purpose) in OPTIONAL.items()
+        for install in [f'pip install "ackpt[{extra}]"']
     ]
-    for gpu in findings["gpus"]:
-        attention = "varlen attention" if gpu["varlen_attention"] else "attention per sequence"
-        lines.append(f"GPU {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, {attention}")
-    if not findings["cuda"]:
-        lines.append("no CUDA GPU: ackpt plan gives peaks and plans for GPUs, from shapes")
-    for package in findings["packages"]:
-        state = "ok" if package["installed"] else f"missing: {package['install']}"
-        lines.append(f"{package['name']:<12} {package['for']:<32} {state}")
-    return "\n".join(lines)
+    if arguments.json:
+        print(json.dumps({**where, "packages": packages}, indent=1))
+        return 0
+    for name, value in where.items():
+        print(f"{name:<12} {value}")
+    if not torch.cuda.is_available():
+        print("no CUDA GPU: ackpt plan gives peaks and plans for GPUs, from shapes")
+    for each in packages:
+        state = "ok" if each["installed"] else f"missing: {each['install']}"
+        print(f"{each['name']:<12} {each['for']:<32} {state}")
+    return 0

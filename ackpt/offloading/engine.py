@@ -9,8 +9,6 @@ An `OffloadedStorage` is owned by the tensors that autograd saved, so it is free
 a backward, an exception or a dropped loss ends that graph. A `ForwardState` refers to its storages weakly.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -39,7 +37,7 @@ observers: list[Callable[[str, Any, int], object]] = []
 
 _COUNTS = ("copies_out", "copies_in", "bytes_out", "bytes_in", "shared", "found", "just_in_time", "stalls")
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
 def _after_fork() -> None:
@@ -86,7 +84,7 @@ class ForwardState:
         """Bytes that running copies in one direction may occupy; by default those of the largest storage or region."""
         return self.largest if self._lookahead is None else self._lookahead
 
-    def record(self, stored: OffloadedStorage) -> tuple[int, int]:
+    def record(self, stored: "OffloadedStorage") -> tuple[int, int]:
         """Record that `stored` was saved, perhaps again; return the position of this save: (node, count in node)."""
         reference = weakref.ref(stored)
         if reference in self.newest:
@@ -102,8 +100,8 @@ class ForwardState:
         return len(self._saved_by_node) - 1, len(self._saved_by_node[-1])
 
     def next_in_backward(
-        self, position: tuple[int, int], allowed: int, free: OffloadedStorage | None = None
-    ) -> list[OffloadedStorage]:
+        self, position: tuple[int, int], allowed: int, free: "OffloadedStorage | None" = None
+    ) -> "list[OffloadedStorage]":
         """The storages that backward is expected to read after `position`, up to `allowed` bytes besides `free`."""
         node, count = position
         upcoming: list[OffloadedStorage] = []

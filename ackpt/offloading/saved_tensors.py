@@ -5,8 +5,6 @@ its place, *unpack* turns that object back into the tensor. The pack hook here d
 passes their bytes to the engine, and saves an `OffloadedTensor` with everything else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import os
@@ -49,7 +47,7 @@ def offload_saved_tensors(
     lookahead_bytes: int | None = None,
     max_pinned_bytes: int | None = None,
     folder: str | os.PathLike[str] | None = None,
-) -> Offload:
+) -> "Offload":
     """Return a context manager that offloads the tensors saved for backward. Nothing is recomputed.
 
     Args:
@@ -135,7 +133,7 @@ class Offload:
             self.lookahead = 0
         self.engine: Engine = _engine(store, None if folder is None else _path(folder), max_pinned_bytes)
 
-    def __reduce__(self) -> tuple[type[Offload], tuple[Any, ...]]:
+    def __reduce__(self) -> "tuple[type[Offload], tuple[Any, ...]]":
         return Offload, self._arguments
 
     def __repr__(self) -> str:
@@ -152,7 +150,7 @@ class Offload:
             raise RuntimeError("this offload context was not entered in this thread: use it as `with offload: ...`")
         _entered().pop().hooks.__exit__(*exception)
 
-    def for_region(self) -> _Entry:
+    def for_region(self) -> "_Entry":
         """The entry with which checkpointed regions save their inputs; all regions of a forward share one."""
         open_entries = _local.__dict__.setdefault("open", weakref.WeakKeyDictionary())
         entry = open_entries.get(self)
@@ -184,7 +182,7 @@ def _engine(*key) -> Engine:
     return _engines[key]
 
 
-def _entered() -> list[_Entry]:
+def _entered() -> "list[_Entry]":
     return _local.__dict__.setdefault("entered", [])
 
 
@@ -202,7 +200,7 @@ class _Entry:
     def is_over(self) -> bool:
         return self._forward.is_over or self._forward.is_empty() or self._task != _task()
 
-    def pack(self, tensor: torch.Tensor) -> TensorOnDevice | OffloadedTensor:
+    def pack(self, tensor: torch.Tensor) -> "TensorOnDevice | OffloadedTensor":
         if self._stays_on_device(tensor):
             return TensorOnDevice(tensor)
         begin, size = _extent(tensor)

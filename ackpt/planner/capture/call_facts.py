@@ -4,8 +4,6 @@ Reading the properties of a model takes long. `WatchedModel` does so only if som
 torch.compile do, it compares the versions of dicts, which count their changes, and the tensors in one call in C++.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
@@ -47,7 +45,7 @@ class Call(NamedTuple):
     modules: dict[str, nn.Module]
     leaves: list[Any]
     spec: TreeSpec
-    facts: Facts
+    facts: "Facts"
     sizes: Sizes
 
 
@@ -58,16 +56,16 @@ class Facts(NamedTuple):
     ``settings``: the values of `_SETTINGS`.
     """
 
-    model: ModelFacts
+    model: "ModelFacts"
     spec: TreeSpec
     leaves: tuple[Any, ...]
     first_places: tuple[int, ...]
-    shared: Shared
+    shared: "Shared"
     autocast: tuple[Any, ...]
     settings: tuple[Any, ...]
 
 
-def call_of(watched: WatchedModel, args, kwargs) -> Call:
+def call_of(watched: "WatchedModel", args, kwargs) -> Call:
     """The call ``model(*args, **kwargs)`` as it is now."""
     model = watched.facts()
     leaves, spec = tree_flatten((args, kwargs))
@@ -200,7 +198,7 @@ class ModelFacts:
     def __eq__(self, other) -> bool:
         return self is other or (self._hash == other._hash and self._facts == other._facts)
 
-    def change_since(self, before: ModelFacts, modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
+    def change_since(self, before: "ModelFacts", modules: Mapping[str, nn.Module]) -> tuple[str, str] | None:
         """What differs first from the facts `before`, in words, and its name, or None; `modules`: by their paths."""
         change = _changed_module(before.structure, self.structure)
         return change or changed_attribute(modules, before.attributes, self.attributes)

@@ -454,29 +454,15 @@ class AllocatedBytes(Counter):
         torch.cuda.reset_peak_memory_stats()
         return peak
 
-    def follow(self, tensor: torch.Tensor) -> None:
-        """Do nothing: the allocator counts."""
-
-    def freed(self, key: int) -> None:
-        """Do nothing: the allocator counts."""
-
     def gradients(self, existing: Iterable[torch.Tensor], counts: bool = True) -> None:
         """Count the gradients that existed before the step."""
         self._base -= sum(tensor.untyped_storage().nbytes() for tensor in existing) if counts else 0
 
-    def accumulated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the allocator counts."""
-
-    def more(self, size: int) -> contextlib.AbstractContextManager[None]:
+    def _nothing(self, *_: Any) -> contextlib.AbstractContextManager[None]:
         """Do nothing: the allocator counts."""
         return contextlib.nullcontext()
 
-    def without_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: numbers are in host memory."""
-        return contextlib.nullcontext()
-
-    def count_backward(self, outputs: Any) -> None:
-        """Do nothing: the allocator counts."""
+    follow = freed = accumulated = count_backward = more = without_numbers = _nothing
 
     def recomputed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self:

@@ -343,11 +343,6 @@ class Simulation:
         """The most bytes in host memory at one time."""
         return max(self.host_live)
 
-    @property
-    def peak_with_host_bytes(self) -> int:
-        """The peak of dynamic and host bytes together, which is the peak on the CPU, where both are one memory."""
-        return max(map(sum, zip(self.timeline.live, self.host_live)))
-
 
 def simulate(graph: JointGraph, profile: Profile, schedule: Schedule) -> Simulation:
     """The memory and cost of `schedule`, followed step by step.

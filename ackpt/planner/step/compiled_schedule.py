@@ -30,7 +30,7 @@ from ackpt.planner.capture.in_place import AUTOCAST
 from ackpt.planner.capture.joint_graph import FORWARD, Analysis, JointGraph, Node, once_per_graph
 from ackpt.planner.capture.patches.eager_settings import like_eager
 from ackpt.planner.schedule.listing import Line, Listing, boxed, mapped
-from ackpt.planner.schedule.rewriting import Rewritten, rewrite
+from ackpt.planner.schedule.rewriting import rewrite
 from ackpt.planner.schedule.schedule import COMPUTE, Schedule
 
 ARGUMENT = "an argument"  # what errors call an input that is neither a parameter nor a buffer
@@ -52,7 +52,9 @@ def compiled_schedule(
     functions: list[Callable[..., Any]] = []
 
     def partition(joint, inputs, *, num_fwd_outputs, **_):
-        rewritten = rewritten_for(num_fwd_outputs, graph, schedule, dynamic)
+        rewritten = rewrite(graph, schedule, dynamic)  # here, because the user's autocast is off
+        if num_fwd_outputs != rewritten.num_outputs:
+            raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_fwd_outputs}")
         halves = rewritten.forward_listing, rewritten.backward_listing
         outlines = [_outline(half) for half in halves]
         run = boxed if graph.replays_random else ByInductor
@@ -120,16 +122,6 @@ class ByInductor:
         module: Any = GmWrapper(self._module, list)
         compiled: Any = compile_fx(module, values, config_patches=settings)
         return compiled
-
-
-def rewritten_for(
-    num_outputs: int, graph: JointGraph, schedule: Schedule, dynamic: DynamicModule | None = None
-) -> Rewritten:
-    """The modules of `schedule`; to be called in a ``partition_fn``, where the user's autocast is off."""
-    rewritten = rewrite(graph, schedule, dynamic)
-    if num_outputs != rewritten.num_outputs:
-        raise TraceError(f"the graph returns {rewritten.num_outputs} values, but torch expects {num_outputs}")
-    return rewritten
 
 
 def fates_of_outputs(graph: JointGraph, schedule: Schedule) -> dict[int, str]:

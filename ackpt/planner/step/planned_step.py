@@ -1,14 +1,12 @@
 """`PlannedStep`, which runs a model as planned, and the call of a model that has a budget in place."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +29,6 @@ from ackpt.planner.schedule.plan import Plan
 
 from .uncovered import Uncovered
 from .variants import Variants
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 
 _TRAINER = "transformers.trainer"  # a Trainer would drop all columns of a data set: forward names none of them
 
@@ -172,7 +166,7 @@ class PlannedStep(nn.Module):
 
     # Methods that the model may override.
 
-    def train(self, mode: bool = True) -> Self:
+    def train(self, mode: bool = True) -> "PlannedStep":
         self._ackpt_variants.model.train(mode)
         return self
 
@@ -189,7 +183,7 @@ class PlannedStep(nn.Module):
         self._ackpt_variants.model._apply(*args, **kwargs)
         return self
 
-    def __reduce__(self) -> tuple[type[PlannedStep], tuple[Any, ...]]:
+    def __reduce__(self) -> "tuple[type[PlannedStep], tuple[Any, ...]]":
         return PlannedStep, (self._ackpt_variants.model, self._ackpt_variants.request)
 
 

@@ -26,14 +26,13 @@ from ackpt.metering.resident import storages_of
 from ackpt.planner.capture.inspection.model_checks import is_tensor
 from ackpt.planner.capture.optimizer_state import cross_entropy_bytes
 from ackpt.planner.capture.outputs import flatten_outputs
-from ackpt.planner.parts.live_bytes import allocated, with_peak
+from ackpt.planner.parts.live_bytes import _SCALAR, allocated, with_peak
 from ackpt.planner.request import Request
 from ackpt.planner.schedule.plan import Plan
 
 from .compiled_schedule import DROPPED, KEPT, SAVED, Check
 
 _WORKSPACES = 2 * 32 * MIB  # of cuBLAS, one for the forward's thread and one for backward's
-_SCALAR = 16  # bytes; a loop usually refers to the loss of the last step
 _GRADIENTS = (
     "If you accumulate gradients, give accumulation=True, which counts both; otherwise call optimizer.zero_grad(), "
     "which sets them to None, before the step."

@@ -275,8 +275,7 @@ class Variants:
                 self.history.add("refused", f"dynamic dimensions of {cause}: {error}", time.perf_counter() - start)
                 start = time.perf_counter()
         with self._capture(call) as captured:
-            is_eager = self.request.compiler == "eager"
-            step = CapturedStep(captured, call, self.model, self.request.loop, replays_random=is_eager)
+            step = CapturedStep(captured, call, self.model, self.request.loop, self.request.compiler == "eager")
             plan_at = plan_function(step, self.request)
             variant = self._add_variant(group, step, plan_at, call, ())
             group.fixed_plans = None if self.request.dynamic is False else (call.sizes, plan_at)

@@ -5,8 +5,6 @@ batch fits a GPU by the rule of `device_memory`. Batches whose peak is at most h
 others, at most `_MOST_REPLAYS` are replayed, evenly spaced by their peak, and each counts for those up to the next.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random
@@ -278,7 +276,7 @@ def quiet():
         yield
 
 
-def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, name_of: Callable[[int], str]) -> Fits:
+def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: "Batching", name_of: Callable[[int], str]) -> Fits:
     """As `fits`, for the model of a configuration of ``ackpt plan``."""
     name, budget = config.step.model, _bytes(config.budget)
     where = None if config.device is None else rates_of(config.device)
@@ -310,9 +308,9 @@ def fits_of_plan(config: PlanConfig, lengths: Sequence[int], kind: Batching, nam
 
 
 def report(
-    steps: _Steps,
+    steps: "_Steps",
     lengths: Sequence[int],
-    kind: Batching,
+    kind: "Batching",
     positions: tuple[int, str] | None,
     name_of: Callable[[int], str] = "lengths[{}]".format,
     seed: int = 0,
@@ -350,7 +348,7 @@ class _Steps:
     peaks: dict[tuple[str, Shape], tuple[int, Schedule]] = field(default_factory=dict)
     replayed: dict[tuple[str, Shape], bool] = field(default_factory=dict)
 
-    def method(self, policy: str, orders: tuple[list[int], list[int]], kind: Batching, most: int) -> Method:
+    def method(self, policy: str, orders: tuple[list[int], list[int]], kind: "Batching", most: int) -> Method:
         both = [shapes(kind, order) for order in orders]
         self.place(max(both[0], key=lambda shape: (min(shape) >= SMALLEST, shape[0] * shape[1], shape[1])))
         exceeding = [self._exceeding(policy, each) for each in both]
@@ -367,7 +365,7 @@ class _Steps:
             seconds, added = seconds + count * float(of_nodes[1].sum()), added + count * more[1]
         return Method(epochs[0], epochs[1], *largest, flops, recomputed, added / seconds if seconds else None)  # pyright: ignore
 
-    def check_arguments(self, kind: Batching, lengths: Sequence[int]) -> None:
+    def check_arguments(self, kind: "Batching", lengths: Sequence[int]) -> None:
         """ValueError if the arguments have the same sizes for every number of sequences, or for several lengths."""
         own = 1, (longest := max(lengths))
         others = {"number of sequences": [(2, longest)], "length": [(1, 1), (1, longest + 1024)]}  # it may be padded
@@ -402,7 +400,7 @@ class _Steps:
             exceeding += 0 if self._is_within_reserved(policy, group[0][1]) else sum(count for *_, count in group)
         return exceeding
 
-    def _largest(self, policy: str, percent: int, orders, kind: Batching, most: int) -> int:
+    def _largest(self, policy: str, percent: int, orders, kind: "Batching", most: int) -> int:
         """The largest number of `kind`, up to `most`, for which so many percent of the batches fit; 0 for none."""
 
         def is_enough(number: int) -> bool:
