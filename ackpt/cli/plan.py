@@ -1,6 +1,7 @@
 """The command ``ackpt plan``: its options, and the call of `ackpt.planner.workloads.planned_shapes`."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import re
@@ -56,7 +57,7 @@ def add_plan(commands) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, flag = parser.add_argument, functools.partial(parser.add_argument, action="store_true")
     add(
         "model",
         metavar="MODEL",
@@ -95,8 +96,7 @@ def add_plan(commands) -> None:
     )
     add(
         "--dtype",
-        help="dtype of parameters and images: float32, bfloat16 or float16; default: that of the config.json, or "
-        "float32",
+        help="dtype of parameters and images: float32, bfloat16 or float16 (default: config.json's, or float32)",
     )
     add("--quantize", help=argparse.SUPPRESS)  # is refused, and the error says what to do
     add("--autocast", metavar="DTYPE", help="run the forward under autocast to bfloat16 or float16")
@@ -107,17 +107,9 @@ def add_plan(commands) -> None:
         "module:Class, such as torch.optim:NAdam; the default is adamw, adamw-8bit is that of bitsandbytes, and none "
         "plans forward and backward alone",
     )
-    add("--clip-gradients", action="store_true", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
-    add(
-        "--grad-scaler",
-        action="store_true",
-        help="torch.amp.GradScaler scales the loss and unscales the gradients, as under --autocast float16",
-    )
-    add(
-        "--accumulation",
-        action="store_true",
-        help="gradients of earlier batches exist, as in all batches of an optimizer step but the first",
-    )
+    flag("--clip-gradients", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
+    flag("--grad-scaler", help="torch.amp.GradScaler scales the loss, as under --autocast float16")
+    flag("--accumulation", help="gradients of earlier batches exist, as in all batches of an optimizer step but one")
     add(
         "--device-profile",
         metavar="DEVICE",
@@ -167,11 +159,7 @@ def add_plan(commands) -> None:
         help="what checkpointed blocks save besides their inputs (policy selective): inputs (nothing, the default), "
         "matmuls (results of matrix products, convolutions and attention) or every-second-matmul (torchtitan's choice)",
     )
-    add(
-        "--offload-blocks",
-        action="store_true",
-        help="offload the inputs of checkpointed blocks to the host (policy selective; needs --device-profile)",
-    )
+    flag("--offload-blocks", help="offload the inputs of checkpointed blocks (policy selective; with a GPU's profile)")
     add(
         "--chunk-head",
         nargs="?",
@@ -190,22 +178,9 @@ def add_plan(commands) -> None:
         "--batch-size per rank; RxN: R replicas of the shards (HSDP); with several, the output names the fewest ranks "
         "that fit",
     )
-    add(
-        "--fsdp-version",
-        metavar="TORCH",
-        help="with --fsdp, the version of torch whose FSDP2 runs, such as 2.4, the oldest (default: 2.13)",
-    )
-    add(
-        "--keep-last-block",
-        action="store_true",
-        help="with --fsdp, the last block has reshard_after_forward=False, as in torchtitan",
-    )
-    add(
-        "--hold-outputs",
-        action="store_true",
-        help="with --fsdp, the training loop refers to the model's outputs, such as logits, until the next forward has "
-        "returned",
-    )
+    add("--fsdp-version", metavar="TORCH", help="with --fsdp, the version of torch, from 2.4 on (default: 2.13)")
+    flag("--keep-last-block", help="with --fsdp, the last block has reshard_after_forward=False, as in torchtitan")
+    flag("--hold-outputs", help="with --fsdp, the loop refers to the outputs until the next forward has returned")
     add("--shard-dtype", metavar="DTYPE", help="with --fsdp, dtype of shards and optimizer state (default: --dtype)")
     add("--reduce-dtype", metavar="DTYPE", help="with --fsdp, dtype in which gradients are reduced (default: --dtype)")
     add(
@@ -221,11 +196,7 @@ def add_plan(commands) -> None:
         help="the largest batch_size, seq_len or image_size that fits the device, or the budget in bytes: an open "
         "sweep, which begins at 1, 128 or 32 and doubles while the step fits",
     )
-    add(
-        "--explain",
-        action="store_true",
-        help="show which modules and source lines save activations, what is live at the peak, and what would reduce it",
-    )
+    flag("--explain", help="show what saves activations and where, what is live at the peak, and what reduces it")
     add("--html", metavar="FILE", help="write that explanation as a web page, which needs no network")
     add("--memory-viz", metavar="FILE", help="write the step as a snapshot for pytorch.org/memory_viz (.pickle)")
     add(
@@ -234,7 +205,7 @@ def add_plan(commands) -> None:
         help="write the plan as JSON for ackpt.Plan.load; ackpt.compile(..., plan=) runs a plan made without "
         "--device-profile, for the same model and the printed inputs, each a tensor of its own",
     )
-    add("--json", action="store_true", help="print JSON")
+    flag("--json", help="print JSON")
     parser.set_defaults(run=run_plan_command)
 
 

@@ -198,7 +198,7 @@ class LiveBytes(Counter):
         """Count the gradients that `parameters` have now instead of the sums that became them."""
         sums = {} if (backward := self._of_thread()) is None else backward.sums
         for each in parameters:
-            if each.grad is not None:
+            if each.is_leaf and each.grad is not None:
                 with self._lock:
                     self.bytes -= sums.pop((id(each), 0), 0)
                 self.follow(each.grad)

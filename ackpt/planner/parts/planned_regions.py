@@ -225,13 +225,9 @@ class PlannedRegions:
             pending.report(self._exceeds(size, pending.planned, moment))
         return outputs
 
-    def leaves(self) -> list[torch.Tensor]:
-        """The parameters whose gradients autograd accumulates."""
-        return [each for each in self.model.parameters() if each.is_leaf]
-
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of parameters that exist now."""
-        return [each.grad for each in self.leaves() if each.grad is not None]
+        return [each.grad for each in self.model.parameters() if each.is_leaf and each.grad is not None]
 
     def _record(self, planned: _Planned) -> Record | None:
         """The record of the first step, which this forward continues or begins; None for later steps."""
@@ -484,7 +480,7 @@ class _Forward:
         node, record = reference(), self._open_record()
         region: Any = node.region
         if self.is_counted:  # AccumulateGrad copies some gradients
-            self.live.accumulated(self.regions.leaves())
+            self.live.accumulated(self.regions.model.parameters())
         shift = 0
         if record is not None and not run.is_over:
             run.is_over = True

@@ -93,9 +93,6 @@ def compiled_schedule(
     return run_step
 
 
-_VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
-
-
 class ByInductor:
     """A half of a step, as a function of one list that it empties; Inductor compiles it in the first call."""
 
@@ -103,8 +100,9 @@ class ByInductor:
 
     def __init__(self, root: torch.nn.Module, half: Listing):
         graph = half.graph()
-        for node in (node for view in _VIEWS for node in graph.find_nodes(op="call_function", target=view)):
-            node.target = torch.ops.aten.reshape.default  # Inductor's strides may be others than eager's
+        for view in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            for node in graph.find_nodes(op="call_function", target=view):
+                node.target = torch.ops.aten.reshape.default  # Inductor's strides may be others than eager's
         self._module, self._run = fx.GraphModule(root, graph), None
 
     def __call__(self, values: list[Any]) -> list[Any]:
