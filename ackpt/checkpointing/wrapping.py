@@ -254,7 +254,7 @@ def _warn_of_cache(model) -> None:
         switch = " = ".join(f"{path}.config.use_cache" for path in reversed(paths.values()))
         warn(
             f"{switch} is on: every block then puts its keys and values into a cache, which a region cannot recompute, "
-            f"and the first training step raises. Set {switch} = False, or call the model with use_cache=False."
+            f"and the first training step fails. Set {switch} = False, or call the model with use_cache=False."
         )
 
 

@@ -108,8 +108,8 @@ def add_plan(commands) -> None:
         "plans forward and backward alone",
     )
     flag("--clip-gradients", help="torch.nn.utils.clip_grad_norm_ runs before the optimizer's step")
-    flag("--grad-scaler", help="torch.amp.GradScaler scales the loss, as under --autocast float16")
-    flag("--accumulation", help="gradients of earlier batches exist, as in all batches of an optimizer step but one")
+    flag("--grad-scaler", help="torch.amp.GradScaler scales the loss, as is usual with --autocast float16")
+    flag("--accumulation", help="gradients of earlier batches exist, as after the first batch of an optimizer step")
     add(
         "--device-profile",
         metavar="DEVICE",
@@ -159,7 +159,7 @@ def add_plan(commands) -> None:
         help="what checkpointed blocks save besides their inputs (policy selective): inputs (nothing, the default), "
         "matmuls (results of matrix products, convolutions and attention) or every-second-matmul (torchtitan's choice)",
     )
-    flag("--offload-blocks", help="offload the inputs of checkpointed blocks (policy selective; with a GPU's profile)")
+    flag("--offload-blocks", help="offload inputs of checkpointed blocks (policy selective; needs --device-profile)")
     add(
         "--chunk-head",
         nargs="?",
@@ -224,8 +224,8 @@ def run_plan_command(arguments, command: str) -> int:
         raise UsageError("give MODEL, such as hf:GPT2Config, or --model FILE.py:FUNCTION, and not both")
     if arguments.quantize is not None:
         raise UsageError(
-            f"--quantize {arguments.quantize}: ackpt plan makes no quantized weights. Return a model that has them by "
-            "--model FILE.py:FUNCTION, or load it, and call ackpt.apply_budget(model, batch, budget=...)"
+            f"--quantize {arguments.quantize}: ackpt plan makes no quantized weights. Return them from a function, "
+            "--model FILE.py:FUNCTION, or load the model and call ackpt.apply_budget(model, batch, budget=...)"
         )
     arguments.model = arguments.model or arguments.model_of_file
     _check_names(arguments)
@@ -236,7 +236,7 @@ def run_plan_command(arguments, command: str) -> int:
 
 
 def _answer(arguments) -> str:
-    """What the command prints."""
+    """The text that the command prints."""
     from ackpt.planner.workloads.planned_shapes import run_plan
 
     from . import plan_text

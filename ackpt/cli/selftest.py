@@ -1,4 +1,4 @@
-"""The commands ``ackpt doctor``, which says what this machine can run, and ``ackpt selftest``, which checks promises.
+"""The commands ``ackpt doctor``, which describes this machine, and ``ackpt selftest``, which checks ackpt on it.
 
 A Transformer runs the same step without checkpointing, in regions, in regions with offloaded inputs, and planned at
 half the peak. Gradients must be bit-equal, peaks must match the predictions, and the plan must keep its budget. Only
@@ -49,7 +49,7 @@ def add_selftest(commands) -> None:
 def run_selftest_command(arguments, command: str) -> int:
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     folder = writable(arguments.out, "--out")
-    with shown("running the same step five times"):
+    with shown("running the same step with each method"):
         record = run_selftest(device, command)
     text = json.dumps(record, indent=1, sort_keys=True)
     if folder is not None:
@@ -61,7 +61,7 @@ def run_selftest_command(arguments, command: str) -> int:
 
 
 def run_selftest(device: str = "cpu", command: str = "") -> dict[str, Any]:
-    """Run all checks on ``"cpu"`` or ``"cuda"`` and return their record; peaks of ``methods`` are dynamic."""
+    """Run all checks on ``"cpu"`` or ``"cuda"`` and return their record; the peaks of its ``methods`` are dynamic."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch sees no CUDA GPU here: use --device cpu, or install a CUDA build of torch")
     rows, gradients = {}, {}

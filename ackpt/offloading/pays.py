@@ -114,8 +114,8 @@ def offload_pays(
     """
     if isinstance(bytes_per_token, torch.nn.Module):
         raise TypeError(
-            "offload_pays() got a model: it takes what one block offloads per token, in bytes, and the seconds of its "
-            "forward, as in offload_pays(4096 * 2, {2048: 0.004}); ackpt.audit(model, batch) takes a model"
+            "offload_pays() got a model: it takes what one block offloads per token, in bytes, and the seconds of "
+            "the block's forward, as in offload_pays(4096 * 2, {2048: 0.004}); ackpt.audit(model, batch) takes a model"
         )
     size = _positive("bytes_per_token", bytes_per_token)
     forward = _fit(_lengths("seconds", seconds))

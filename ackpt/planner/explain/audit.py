@@ -256,7 +256,7 @@ def _audited(step, modules, given, call, compare_budget) -> Audit:
         raise ValueError("the step runs no backward: audit a training step, with gradients on")
     said = "" if error is None else str(error).strip().partition("\n")[0] or type(error).__name__
     seen = Seen(modules, watch, plain, differences, said, measured, baseline)
-    plan, no_plan, curve = None, "planned for a model and a batch, not for a step" if call is None else "", ()
+    plan, no_plan, curve = None, "only audit(model, batch) plans, not audit(step)" if call is None else "", ()
     if call is not None and measured is not None and compare_budget:
         plan, no_plan, curve = _planned(call, measured.peak_bytes)
     notes = [f"not restored: {words}" for words in undo.left()]
