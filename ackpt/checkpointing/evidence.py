@@ -149,7 +149,7 @@ class Subject:
         modes = None if region.autocast is None else tuple(region.autocast.modes)
         layouts = tuple([(each.dtype, each.is_contiguous()) for each in inputs])
         wiring: Any = ()
-        if (path := region.path) is not None:  # the inputs and calls that the arguments of calls come from
+        if (path := region.path) is not None:  # which inputs and calls the arguments come from
             sources = (each if type(each) in (int, tuple) else None for each in itertools.chain(*path.sources))
             wiring = *path.nodes, *(call.dtype for call in path.calls), *sources
         key = recorder.kind, wiring, needs_grad, layouts, modes, tuple(place for place, _, _ in region.left_facts)
@@ -291,7 +291,7 @@ class Read:
     `value`: the tensor; a weak reference if no name leads to it. ``is_new``: whether it may exist for one run only. In
     the first run it is gone at the end, because the run has made it by a call that a recorder does not see, or an outer
     region has made it; in the recomputation, the first run did not read it. Two of these are compared by the `mark` of
-    their bits. ``version``: at the first read; ``uses``: by calls whose results depend on it.
+    their bits. ``version``: at the first read; ``uses``: the number of calls whose results depend on it.
     """
 
     def __init__(self, value, name: str, is_new: bool, version: int, mark: Any = None):

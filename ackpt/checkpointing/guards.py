@@ -230,7 +230,7 @@ class MutableState:
         self._hooks, self._hook_count = reachable.hooks, sum(map(len, reachable.hooks))
         if self._hook_count:
             self._contents += [(each, each.copy()) for each in self._hooks if each]
-        self._changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # None: the recomputation may read any value
+        self._changed: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # None: the recomputation ignores the value
         self._present = []
         self.replaced: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._parameters: list[tuple[torch.Tensor, str]] = []
@@ -385,7 +385,7 @@ class MutableState:
                 )
 
     def restore_unread(self) -> None:
-        """Restore, after a recomputation, the present values of buffers that norms update and do not read."""
+        """After a recomputation, undo its updates of buffers that norms update and nothing reads."""
         while self._present:
             tensor, value = self._present.pop()
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
@@ -440,7 +440,7 @@ def _has_history(value, depth=0) -> bool:
     elif not is_data(type(value)):
         return False
     else:
-        items = object.__getattribute__(value, "__dict__").values()  # configurations of transformers have slow ones
+        items = object.__getattribute__(value, "__dict__").values()  # transformers' configurations have a slow one
     if PLAIN.issuperset(map(type, items)):
         return False
     return depth == 4 or len(items) > LONGEST_CONTAINER or any(_has_history(item, depth + 1) for item in items)

@@ -172,7 +172,7 @@ class ReachableState:
     def _attribute(self, namespace, key, value, name, depth, follow=False):
         """Visit an attribute of a module or of a data object; `follow`: also modules and functions in data objects."""
         self.suspects.append((namespace, key, value))
-        if id(value) in self._seen and is_data(type(value)):  # often the configuration of all modules
+        if id(value) in self._seen and is_data(type(value)):  # often a configuration that all modules share
             return
         if isinstance(value, torch.Tensor):
             self.tensors.setdefault(id(value), (value, name))
@@ -569,6 +569,6 @@ _dynamo: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAcc
 
 
 def leave_uncompiled(function) -> None:
-    """Tell Dynamo never to compile the frame of `function`: ``torch._dynamo.eval_frame.skip_code``, not imported."""
+    """Tell Dynamo never to compile `function` itself: ``torch._dynamo.eval_frame.skip_code``, without its import."""
     skip = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT)
     _dynamo.set_code_exec_strategy(function.__code__, skip)

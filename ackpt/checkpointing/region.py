@@ -491,7 +491,7 @@ class Region:
         return bool(self.dead) and not self.dead.is_proven and not self.accumulates_inside
 
     def _not_leaves(self, aliases):
-        """The inputs of the recomputation: the aliases, or views of them where an input must not be a leaf: autocast
+        """The inputs of the recomputation: the aliases, or views of them where an input must not be a leaf. Autocast
         casts a leaf once and sums the gradients of its uses in the lower precision, and torch runs no hooks of modes
         such as FlopCounterMode on a leaf whose gradient is captured."""
         make_view = self.needs_grad if torch._C._len_torch_dispatch_stack() else self.is_computed

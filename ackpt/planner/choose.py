@@ -69,7 +69,7 @@ def plan_by_policy(
 def within_reserved(budget, within: Callable[[int], tuple[T, int, int]]) -> T:
     """The first result of `within` for which the caching allocator reserves at most `budget`.
 
-    `within`: what a limit in bytes gives, its peak, and its reserved bytes; every trial has a smaller peak.
+    `within` maps a limit on the peak to its result, peak and reserved bytes. Each trial has a lower limit.
     """
     most = dynamic_limit(budget, 0, 0)
     assert most is not None
@@ -146,7 +146,7 @@ def default_profile(
 ) -> Profile:
     """The profile at the rates of `device`: by default those of the GPU or CPU that holds the tensors.
 
-    Elementwise operations have the times with which Inductor fuses them if the graph is for it.
+    If Inductor compiles the graph, elementwise operations have the times of fused kernels.
     The workspace is measured where the graph can run here, unless it is given as `workspace_bytes`. On a CPU there are
     no times of copies: host memory is the device's own.
     """

@@ -38,12 +38,12 @@ def backend(
 
     Args:
         gm, example_inputs: unused; ``torch.compile`` does not give the model to Dynamo, see `WithoutDynamo`.
-        options: ``budget``, ``policy`` and the options of the policy, as in `ackpt.plan`; ``differentiate``,
-            ``device_profile``, ``outputs``, ``optimizer``, ``accumulation`` and ``cache``, as in `ackpt.compile`;
-            ``on_plan``, a function that is called with every plan before it runs; ``compiler``: ``"eager"``, the
+        options: ``budget``, ``slowdown``, ``policy`` and its options, as in `ackpt.plan`; ``differentiate``,
+            ``device_profile``, ``outputs``, ``optimizer``, ``accumulation``, ``scaler``, ``chunk_head`` and ``cache``,
+            as in `ackpt.compile`; ``on_plan``, called with every plan before it runs; ``compiler``: ``"eager"``, the
             default, runs the planned operations one by one, as `ackpt.compile` does. ``"inductor"`` compiles forward
-            and backward, for every shape separately. It fuses and reorders operations, so the peak is not exactly the
-            simulated one, and it cannot replay random numbers, so their results are saved. It takes no ``cache``.
+            and backward, for every shape separately. It fuses and reorders operations: the peak is not exactly the
+            simulated one. Random results are saved, not replayed. It takes no ``cache`` and no ``chunk_head``.
         mode: of ``torch.compile``, which is Inductor's own: refused.
 
     Raises:
@@ -80,7 +80,7 @@ def _install() -> None:
     def optimize_or_plan(*args, **kwargs):
         wrapper: Any = kwargs.get("backend", args[0] if args else None)
         context: Any = optimize(*args, **kwargs)
-        # Of torch.compile(disable=True), it is none.
+        # With torch.compile(disable=True), the context is no OptimizeContext.
         if getattr(wrapper, "compiler_fn", None) is not backend or not isinstance(context, OptimizeContext):
             return context
         request = checked(wrapper.kwargs.get("options"), wrapper.kwargs.get("mode"))

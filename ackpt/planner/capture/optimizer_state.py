@@ -111,11 +111,11 @@ def _after_a_step(optimizer: torch.optim.Optimizer, on_cpu: bool, clipping: bool
     """A copy of the optimizer without data after one step, its trained parameters, and the prediction of that step."""
     own = unwrapped(optimizer)
     stand_in = type(own).__new__(type(own))
-    stand_in.__setstate__({**own.__getstate__(), "defaults": dict(own.defaults)})  # which it changes; without hooks
+    stand_in.__setstate__({**own.__getstate__(), "defaults": dict(own.defaults)})  # __setstate__ changes them; no hooks
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), no_autocast():
             if any(kind.__module__.startswith("bitsandbytes.") for kind in type(own).__mro__):
-                for name, value in vars(own).items():  # a copy has none of its attributes
+                for name, value in vars(own).items():  # `__setstate__` sets none of its own attributes
                     vars(stand_in).setdefault(name, tree_map(lambda leaf: _stands_for(leaf, None), value))
             stand_in.param_groups = [_group_without_data(group, on_cpu) for group in optimizer.param_groups]
             stand_in.state = defaultdict(dict, _states_without_data(optimizer, stand_in))

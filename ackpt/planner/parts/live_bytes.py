@@ -195,7 +195,7 @@ class LiveBytes(Counter):
             self.follow(tensor)
 
     def accumulated(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Count the gradients that `parameters` have now instead of the sums that became them."""
+        """Count the gradients of `parameters` in place of the sums from which the engine made them."""
         sums = {} if (backward := self._of_thread()) is None else backward.sums
         for each in parameters:
             if each.is_leaf and each.grad is not None:
@@ -245,7 +245,7 @@ class LiveBytes(Counter):
             result, left, peak = run_counted(lambda: call(*args, **kwargs))
         if len(self._workspaces) >= _MOST_WORKSPACES:
             self._workspaces.clear()
-        # Under a mode, torch makes a tensor of a number twice.
+        # Under a dispatch mode, torch converts a number to a tensor twice.
         takes = zip(args, func._schema.arguments) if isinstance(func, torch._ops.OpOverload) else ()
         numbers = [value for value, each in takes if isinstance(each.type, torch.TensorType)]
         workspace = peak - left + sum(number_bytes(each) for each in numbers if isinstance(each, (int, float, complex)))
@@ -373,7 +373,7 @@ class LiveBytes(Counter):
     def _arrives(self, results, targets) -> None:
         """Count the results of a node, and the sums of gradients that autograd's engine makes of them.
 
-        To follow a storage refers to it, so the engine allocates the first sum, and then frees both gradients.
+        The engine never adds in place to a followed storage: it allocates the first sum, then frees both gradients.
         """
         for result in results:
             if result is not None:

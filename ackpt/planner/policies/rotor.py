@@ -119,8 +119,8 @@ def solve(chain: Chain, budget: float, slots: int = 500) -> Solution:
 
     Sizes are exact if the budget is at most `slots` units, where the unit is the greatest common divisor of whole
     sizes. Otherwise sizes are rounded up to a `slots`-th of the budget: the budget is kept, but the fastest schedule
-    may be missed. Those that save everything and that need least bytes are always found. A gradient has the size of
-    the output that it belongs to.
+    may be missed. The one that saves everything and the one that needs the least bytes are always found. A gradient has
+    the size of the output that it belongs to.
 
     Args:
         chain: times and bytes of its stages.
@@ -204,7 +204,7 @@ def _least(chain: Chain) -> tuple[float, Iterator[ChainOperation]]:
     times, lengths = np.zeros((n, n)), np.zeros((n, n), dtype=int)
     for s in reversed(range(n)):
         for t in range(s, n):
-            later, sooner = slice(s + 1, t + 1), slice(s, t)  # of the first stage after a stretch, and of its last one
+            later, sooner = slice(s + 1, t + 1), slice(s, t)  # first stages after stretches, and their last stages
             needs, costs = needed[s, sooner], times[s, sooner] + times[later, t] + begins[later] - begins[s]
             if s < t:
                 pass_by = output[t] + max(output[s] + in_forward[s], passing[s + 1 : t].max(initial=0))

@@ -198,7 +198,7 @@ class Blocks:
 
     @cached_property
     def _chain(self) -> BlockChain | None:
-        """The chain of the groups, the root first; None if one passes more than one tensor to the next."""
+        """The chain of the groups, the root first; None if a group passes several tensors to the next."""
         last: dict[int, int] = {}
         first_block = min((nodes[0] for nodes in self.forward[1:] if nodes), default=0)
         for cut in inner_cuts(self.graph):

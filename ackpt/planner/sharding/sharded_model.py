@@ -202,7 +202,7 @@ def rank_memory(
             else:
                 pools.free(key)
     largest = max(each.largest_free_block for each in pools.of.values())
-    reserved = sum(each.reserved for each in pools.of.values())  # never returned to the device, so its own peak
+    reserved = sum(each.reserved for each in pools.of.values())  # never returned to the device, so also the peak
     margin = where.memory_bytes - context_bytes - reserved
     return DeviceMemory(pools.peak_allocated, reserved, context_bytes, margin, largest)
 

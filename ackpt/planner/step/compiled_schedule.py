@@ -102,7 +102,7 @@ class ByInductor:
         graph = half.graph()
         for view in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             for node in graph.find_nodes(op="call_function", target=view):
-                node.target = torch.ops.aten.reshape.default  # Inductor's strides may be others than eager's
+                node.target = torch.ops.aten.reshape.default  # Inductor's strides may differ from eager's
         self._module, self._run = fx.GraphModule(root, graph), None
 
     def __call__(self, values: list[Any]) -> list[Any]:
@@ -115,7 +115,7 @@ class ByInductor:
     def _compiled(self, values: list[Any]) -> Callable[[list[Any]], Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        # Random numbers are eager's; operations are recomputed where the plan has them.
+        # The random numbers of eager mode; recomputation where the plan has it.
         settings = {"fallback_random": True, "reorder_for_locality": False}
         module: Any = GmWrapper(self._module, list)
         compiled: Any = compile_fx(module, values, config_patches=settings)

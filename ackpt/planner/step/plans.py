@@ -166,7 +166,7 @@ class Plans:
             plan = self.request.planner(self.step.graph(sizes))
             return Choice(_for_graph(plan.schedule, self.step.reference), lambda: plan)
         baseline_is_unknown = self._is_share and bool(self.step.reference.as_compiled)
-        baseline_is_unknown |= split_budget(self.request.budget)[1]  # each size has a search of its own
+        baseline_is_unknown |= split_budget(self.request.budget)[1]  # reserved bytes need a search for each size
         if not self.step.dimensions or self.request.policy != "auto" or baseline_is_unknown:
             return self._plan_alone(sizes)
         graph, workspace = self.step.sized(sizes), self.step.workspace_bytes(sizes)

@@ -228,7 +228,7 @@ def fits(
     Raises:
         ValueError: for lengths that are no positive integers or exceed the model's positions, for none or several of
             `batch_size`, `tokens_per_batch` and `packed`, and for a `batch` that ignores the number of
-            sequences, or several lengths.
+            sequences, or the length if lengths differ.
         TypeError: for a model whose arguments are not known, without `batch`.
         TraceError: if the model cannot be captured, or needs a capture for almost every size.
 
@@ -366,12 +366,12 @@ class _Steps:
         return Method(epochs[0], epochs[1], *largest, flops, recomputed, added / seconds if seconds else None)  # pyright: ignore
 
     def check_arguments(self, kind: "Batching", lengths: Sequence[int]) -> None:
-        """ValueError if the arguments have the same sizes for every number of sequences, or for several lengths."""
+        """ValueError if the arguments have the same sizes for every number of sequences, or for different lengths."""
         own = 1, (longest := max(lengths))
-        others = {"number of sequences": [(2, longest)], "length": [(1, 1), (1, longest + 1024)]}  # it may be padded
+        others = {"number of sequences": [(2, longest)], "length": [(1, 1), (1, longest + 1024)]}  # batch= may pad
         if kind[0] == PACKED:
             del others["number of sequences"]
-        elif min(lengths) == longest:  # as of images, which have a fixed size
+        elif min(lengths) == longest:  # inputs of a fixed size, such as images
             del others["length"]
         for name, shapes in others.items():
             if all(self._sizes(*shape) == self._sizes(*own) for shape in shapes):

@@ -54,7 +54,7 @@ class BlockStep:
         self.outside = {s for node in self.given for s in nodes[node].storages}
         self.incoming = {s for node in gradients for s in nodes[node].storages} - self.outside
         self.given |= gradients
-        # What something after the block's backward reads.
+        # Results of the block's backward that are read after it.
         returned, storages = storages_of(analysis.graph, analysis.bw_outputs), analysis.graph.storages
         ours = (s for node in block.backward for s in analysis.allocated.get(node, ()))
         self.gradients = {s for s in ours if s in returned or (storages[s].last_bw_access or 0) > block.backward[-1]}

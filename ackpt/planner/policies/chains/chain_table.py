@@ -92,7 +92,7 @@ class ChainTable:
     A decision is one number, ``number * (blocks + 1) + length``. Either the first `length` blocks run for the sake of
     their last output, with the partial `number` saved; or, if `length` is 0, the first block runs and saves what its
     option `number` says until its backward. A single block of which a part is saved has no decision.
-    ``first_is_free``: whether the first forward costs nothing and no gradient is live in it.
+    ``first_is_free``: whether the first forward costs nothing and no gradient is live during it.
     """
 
     def __init__(self, stages: list[Stage], memory_bytes: int, slots: int = 600, first_is_free: bool = True):
@@ -118,7 +118,7 @@ class ChainTable:
         self.options = [[self._options_of(stage, partial) for partial in (*self.partials, _FIRST)] for stage in stages]
         # The costs of all stretches by slots, in one array, so that many rows are read at once.
         self._costs = np.empty((1 + len(self.partials) * n * (n + 1) // 2 + n) * (slots + 1))
-        self._costs[: slots + 1] = np.inf  # read by the first row, moved to the right
+        self._costs[: slots + 1] = np.inf  # padding, which `_moved` reads before the first row
         self._windows = np.lib.stride_tricks.sliding_window_view(self._costs, slots + 1)
         self._solved = [_Best(slots)]  # by row
         self._row = np.zeros((len(self.partials) + 1, n, n), dtype=np.int64)  # by partial, first and last block
@@ -171,9 +171,9 @@ class ChainTable:
         return self._add(best)
 
     def _offer_stretches(self, best: "_Best", s: int, t: int, partial: int, new: int, incoming: int) -> None:
-        """Offer every stretch that starts with `s` and saves the partial `new`, then the rest, then the stretch.
+        """Offer, for every stretch from `s` on: run it with the partial `new` saved, solve the rest, then the stretch.
 
-        `partial`: what is saved of the blocks up to `t` before.
+        `partial`: what is already saved of the blocks up to `t`.
         """
         if s == t:
             return
@@ -183,7 +183,7 @@ class ChainTable:
         running[0] -= self.input_bytes[s]  # the caller accounts for the input of the first block
         saved, gradients = self._saved_slots[new][s][: t - s], self._gradient_slots[t][s + 1 :]
         needs = np.maximum(self._slots(np.maximum.accumulate(running) + incoming), np.maximum(saved, gradients))
-        # The rests from the first block after each stretch on, and the stretches.
+        # Those of the rest after each stretch, plus those of the stretch itself.
         costs = self._moved(self._row[partial, s + 1 : t + 1, t], saved)
         costs += self._moved(self._row[new, s, s:t], gradients)
         costs += (self.forward_costs[partial][s + 1 : t + 1] - self.forward_costs[partial][s])[:, None]
@@ -197,7 +197,7 @@ class ChainTable:
         return row
 
     def _moved(self, rows: np.ndarray, by: np.ndarray) -> np.ndarray:
-        """A copy of these rows, each moved to the right by its own number of slots; its first ones are arbitrary."""
+        """A copy of these rows, each moved to the right by its own number of slots; the first entries are arbitrary."""
         width = self.slots + 1
         return self._windows[rows * width - np.minimum(by, width)]
 
@@ -242,7 +242,7 @@ class _Best:
         self.decisions = np.zeros(slots + 1, dtype=np.int64)
 
     def choose(self, costs: np.ndarray, needs: np.ndarray, decisions: np.ndarray) -> None:
-        """Offer every row of `costs`, which changes, with its own need and decision."""
+        """Offer every row of `costs`, which is overwritten, with its own need and decision."""
         if not len(costs):
             return
         np.putmask(costs, np.arange(costs.shape[1]) < needs[:, None], np.inf)
