@@ -29,7 +29,7 @@ def figures() -> list[Figure]:
     checkpoint, budget = reached(CHECKPOINT, imported), reached(APPLY_BUDGET, imported)
     first_floor = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     return [
-        Figure("lines of ackpt/", lines(files.values()), 38_697),
+        Figure("lines of ackpt/", lines(files.values()), 38_699),
         Figure("files of ackpt/", len(files), 155),
         Figure("files and folders on the first floor of ackpt/", len(first_floor), 12),
         Figure("lines that ackpt.checkpoint reaches", lines(files[name] for name in checkpoint), 5_678),

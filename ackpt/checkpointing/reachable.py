@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from ackpt.core.autograd_state import phase
@@ -45,7 +46,8 @@ class ReachableState:
     lists, dicts, sets and deques in attributes; ``hooks``: the dicts of the modules' hooks. ``sharded``: whether FSDP
     manages a module of the region; its hooks expect gradients to arrive inside the region. ``opaque``: whether the
     calls of a module cannot be recorded, because it is scripted or takes another path while they are recorded.
-    ``walked``: False for the empty state, for which no object was walked.
+    ``unread``: ids of buffers that a norm of torch updates in training and does not read. ``walked``: False for the
+    empty state, for which no object was walked.
     """
 
     def __init__(self, function=None, template=()):
@@ -57,6 +59,7 @@ class ReachableState:
         self.containers: list = []
         self.hooks: list[dict] = []
         self.sharded = self.opaque = False
+        self.unread: set[int] = set()
         self._tensor_namespaces: list[dict[str, Any]] = []
         self.walked = function is not None
         self._seen: set[int] = set()
@@ -135,6 +138,8 @@ class ReachableState:
                         self._attributes_of(value, prefix + key)
         if buffers:
             namespaces.append(buffers)
+            if module.training and issubclass(cls, _NormBase) and cls.forward.__module__.startswith("torch.nn."):
+                self.unread.update(map(id, buffers.values()))
             for key, value in buffers.items():
                 if value is not None:
                     tensors.setdefault(id(value), (value, prefix + key))

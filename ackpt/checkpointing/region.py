@@ -368,7 +368,7 @@ class Region:
             names: list[Any] = [*range(len(inputs))]
             names += [reachable.tensors.get(id(leaf), (None, ""))[1] for leaf in leaves]
             for key, (tensor, name) in reachable.tensors.items():
-                if not tensor.requires_grad and key not in changed:
+                if not tensor.requires_grad and key not in changed and key not in reachable.unread:
                     items.append(tensor)
                     names.append(name)
             if self.recorder is not None:

@@ -173,8 +173,7 @@ def text_of(record: dict[str, Any]) -> str:
     return "\n".join([f"{where['device_name']}, torch {where['torch']}, {where['threads']} threads", *lines])
 
 
-# By package: the extra that installs it, and what needs it.
-OPTIONAL = {
+OPTIONAL = {  # by package: the extra that installs it, and what needs it
     "tokenizers": ("lm", "the language-model experiment"),
     "datasets": ("lm", "--dataset wikitext"),
     "tensorboard": ("profile", "--profile-dir"),

@@ -475,6 +475,17 @@ def test_running_statistics_that_other_code_reads_are_those_of_each_forward(call
     return [*(x.grad for x in inputs), *(p.grad for p in norm.parameters()), *norm.buffers()]
 
 
+@bit_equal
+def test_a_norm_that_a_region_reaches_but_does_not_run_may_train_before_backward(call):
+    model, x = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)), batch(6)
+
+    def first(x):  # its closure reaches both
+        return call(model[0], x).sin()
+
+    total(call(model[1], call(first, x).cos())).backward()
+    return [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
 def test_small_regions_with_norms_are_recorded_in_their_first_runs_only():
     norm = nn.BatchNorm1d(4)
     for _ in range(RECORDED_RUNS):

@@ -112,14 +112,12 @@ class ByInductor:
             return list(self._run(values))
 
     @torch.no_grad()
-    def _compiled(self, values: list[Any]) -> Callable[[list[Any]], Any]:
+    def _compiled(self, values: list[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        # The random numbers of eager mode; recomputation where the plan has it.
-        settings = {"fallback_random": True, "reorder_for_locality": False}
         module: Any = GmWrapper(self._module, list)
-        compiled: Any = compile_fx(module, values, config_patches=settings)
-        return compiled
+        # Random numbers are eager's; operations are recomputed where the plan has them.
+        return compile_fx(module, values, config_patches={"fallback_random": True, "reorder_for_locality": False})
 
 
 def fates_of_outputs(graph: JointGraph, schedule: Schedule) -> dict[int, str]:
