@@ -5,12 +5,10 @@
 
 from ackpt.planner.policies import POLICIES, rotor
 
-_STUDIES = "chen", "revolve"
-
 __all__ = ["POLICIES", "rotor"]
 
 
 def __getattr__(name: str):
-    if name in _STUDIES:
+    if name in ("chen", "revolve"):
         raise AttributeError(f"{name!r} belongs to the repository's study: from experiments.policies import {name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

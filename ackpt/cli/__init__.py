@@ -23,9 +23,6 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in MOVED:
         command = f"python -m experiments {argv[0]}"
-        print(
-            f"ackpt {argv[0]}: it is not part of the package: run `{command}` in a clone of the repository",
-            file=sys.stderr,
-        )
+        print(f"ackpt {argv[0]}: not in the package: run `{command}` in a clone of the repository", file=sys.stderr)
         return 2
     return run(parser_of("ackpt", "Activation checkpointing in PyTorch: plans and checks.", COMMANDS), argv)

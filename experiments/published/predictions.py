@@ -61,16 +61,19 @@ def _files(place: Path) -> Iterable[Path]:
 
 @functools.cache
 def _code(file: Path) -> str:
-    """The lines of a file without imports, comment lines, empty lines and docstrings: moving a file changes none."""
-    text = file.read_text(encoding="utf-8")
-    dropped: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)) or (
-            isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
-        ):
-            dropped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = (line.strip() for number, line in enumerate(text.splitlines(), 1) if number not in dropped)
-    return "\n".join(line for line in lines if line and not line.startswith("#"))
+    """The code of a file without imports, comments and docstrings: moving or formatting a file changes nothing."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_silent(each)]  # pyright: ignore[reportAttributeAccessIssue]
+    return ast.unparse(tree)
+
+
+def _is_silent(node: ast.AST) -> bool:
+    """Whether a statement is an import or a docstring."""
+    is_text = isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
+    return is_text or isinstance(node, (ast.Import, ast.ImportFrom))
 
 
 def digest(value: Any) -> str:

@@ -69,10 +69,7 @@ def backend(
 
 
 def _install() -> None:
-    """Let every later ``torch.compile`` with this backend run the model as a `PlannedStep`.
-
-    Torch: ``torch._dynamo.optimize``, through which ``torch.compile`` enters Dynamo (2.11 to 2.15).
-    """
+    """Let ``torch.compile`` with this backend, which calls ``torch._dynamo.optimize``, run a `PlannedStep`."""
     dynamo: Any = torch._dynamo
     optimize = dynamo.optimize
 
@@ -84,8 +81,9 @@ def _install() -> None:
         if getattr(wrapper, "compiler_fn", None) is not backend or not isinstance(context, OptimizeContext):
             return context
         request = checked(wrapper.kwargs.get("options"), wrapper.kwargs.get("mode"))
-        dynamic = kwargs.get("dynamic") if request.compiler == "eager" else False
-        return WithoutDynamo(replace(request, dynamic=dynamic))
+        one_graph = {"dynamic": False, "regions": False}
+        fixed: Any = {"dynamic": kwargs.get("dynamic")} if request.compiler == "eager" else one_graph
+        return WithoutDynamo(replace(request, **fixed))
 
     dynamo.optimize = optimize_or_plan
 

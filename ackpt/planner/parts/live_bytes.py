@@ -476,14 +476,14 @@ class AllocatedBytes(Counter):
 def _workspace(func, args, kwargs) -> int:
     """The workspace of an operation of torch at these sizes, from another run in a thread of its own.
 
-    An operation that only reads gets its own arguments, because sparse tensors cannot be made up. One that writes gets
-    made-up values.
+    An operation that only reads gets its own arguments, because sparse tensors cannot be made up. One that writes, as
+    norms do to running statistics without saying so, gets made-up values.
     """
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return 0
     try:
         with torch.no_grad():
-            if not func._schema.is_mutable:
+            if not func._schema.is_mutable and "running_mean" not in {each.name for each in func._schema.arguments}:
                 _, left, peak = run_counted(lambda: func(*args, **kwargs))
                 return peak - left
             return allocation_of(SimpleNamespace(name="", target=func, module=""), func, (args, kwargs)).workspace
@@ -519,5 +519,8 @@ def _counted_apply(live: LiveBytes, reference, replaced, targets, *gradients) ->
         start = live.bytes
         results, _, peak = run_counted(lambda: of_class(node, *gradients))
         live._reached(start + peak, node.name())
-    live._arrives(results if isinstance(results, tuple) else (results,), targets)
+    # Results are for all arguments, targets for tensors only; `accumulated` counts gradients of a region's parameters.
+    needed = zip(results if isinstance(results, tuple) else (results,), node.needs_input_grad)
+    given = [(None, 0) if of_block and t[0].name().endswith(_ACCUMULATES) else t for t in targets if t[0] is not None]
+    live._arrives([each for each, is_needed in needed if is_needed], given)
     return results

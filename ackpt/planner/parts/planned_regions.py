@@ -493,8 +493,8 @@ class _Forward:
                 record.segments.append(Segment(self.live.segment_peak(), run, None))
 
             in_thread.run, region.recomputed = run, recomputed
-            if region.can_skip:  # as the first recomputation that leaves out calls does: it may run again
-                self.kept = [*gradients[0]] if type(gradients[0]) is list else gradients
+            # A later recomputation leaves calls out for the first time, and keeps its gradients to run again.
+            self.kept = [*gradients[0]] if region.can_skip and type(gradients[0]) is list else None
         before, in_thread.live = in_thread.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
         try:

@@ -4,15 +4,16 @@
 one step run in one hook, `before_backward`. `leave_undefined` leaves gradients undefined where eager mode does.
 """
 
+import contextvars
 import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import GmWrapper
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
@@ -107,7 +108,9 @@ class ByInductor:
 
     def __call__(self, values: list[Any]) -> list[Any]:
         if self._run is None:
-            self._run = in_new_thread(partial(self._compiled, values))  # outside of autograd's and AOTAutograd's modes
+            # In another thread no mode of autograd or AOTAutograd is active; the user's settings are in the context.
+            settings = contextvars.copy_context()
+            self._run = in_new_thread(lambda: settings.run(self._compiled, values))
         with torch.no_grad():
             return list(self._run(values))
 
@@ -117,7 +120,8 @@ class ByInductor:
 
         module: Any = GmWrapper(self._module, list)
         # Random numbers are eager's; operations are recomputed where the plan has them.
-        return compile_fx(module, values, config_patches={"fallback_random": True, "reorder_for_locality": False})
+        with compile_lock:
+            return compile_fx(module, values, config_patches={"fallback_random": True, "reorder_for_locality": False})
 
 
 def fates_of_outputs(graph: JointGraph, schedule: Schedule) -> dict[int, str]:

@@ -4,9 +4,13 @@ import shutil
 
 import pytest
 import torch
+from conftest import model_of
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._inductor import config
 from transformers import GPT2Config, GPT2LMHeadModel
+
+import ackpt
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -59,6 +63,23 @@ def test_a_language_model_draws_the_random_numbers_of_eager_mode():
         loss.backward()
         found.append([loss, *(each.grad for each in model.parameters())])
     torch.testing.assert_close(*found)
+
+
+def test_it_compiles_one_graph_under_the_settings_of_the_user(monkeypatch):
+    seen = []
+
+    def compiled(module, values, config_patches):
+        seen.append(config.max_autotune)
+        return lambda given: module(*given)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiled)
+    options = {"compiler": "inductor", "budget": "1GiB"}
+    with config.patch(max_autotune=True):
+        torch.compile(net(), backend="ackpt", options=options)(torch.ones(4, 8)).sum().backward()
+    assert seen == [True, True]
+    branching = model_of(lambda self, x: self.net(x) if x.sum() > 0 else x, net=net())
+    with pytest.raises(ackpt.TraceError, match="cannot be captured as one graph"):
+        torch.compile(branching, backend="ackpt", options=options)(torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -1,5 +1,6 @@
 """Later steps of planned regions are counted to the byte: those above the budget raise or warn, all others run."""
 
+import copy
 import warnings
 
 import pytest
@@ -173,6 +174,43 @@ def test_sums_of_gradients_of_a_weight_with_several_uses_count(uses):
 
     counted, measured = counted_and_measured(model_of(forward, layer=nn.Linear(64, 64)), {"x": torch.randn(8, 64)})
     assert counted == measured
+
+
+class UsesThrice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x):
+        return x.sigmoid() + self.one(nn.functional.gelu(x)) + self.other(x.tanh())
+
+
+def test_a_region_that_uses_its_input_several_times_before_a_saved_block_keeps_the_budget():
+    def forward(self, x):
+        for block in self.blocks:
+            if x.sum() > -1e9:
+                x = block(x)
+        return x.square().mean()
+
+    norms = (nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 48)) for _ in range(2))
+    blocks = [next(norms), nn.Sequential(nn.Linear(48, 192), nn.ReLU(), nn.Linear(192, 48)), UsesThrice(), next(norms)]
+    model, x = model_of(forward, blocks=nn.ModuleList(blocks)), torch.randn(256, 48)
+    step = ackpt.compile(model, x, budget=0.9)
+    for _ in range(3):
+        model.zero_grad()
+        assert measured_step(model, step, x, warmup=0).dynamic_peak_bytes <= step.plan.limit_bytes
+    assert set(step.plan.fates.values()) == {"saved", "checkpointed"}
+
+
+def test_running_statistics_change_once_while_the_first_step_is_measured():
+    def forward(self, x):
+        return self.norm(x).square().mean() if x.sum() < 1e9 else x.sum()
+
+    model, x = model_of(forward, norm=nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))), torch.randn(16, 8)
+    eager = copy.deepcopy(model)
+    eager(x)
+    measured_step(model, ackpt.compile(model, x, budget="1MiB"), x, warmup=0)
+    assert_equal([*eager.buffers()], [*model.buffers()], "buffer")
 
 
 class Checkpoints(nn.Module):
