@@ -192,8 +192,13 @@ def test_a_region_that_uses_its_input_several_times_before_a_saved_block_keeps_t
                 x = block(x)
         return x.square().mean()
 
-    norms = (nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 48)) for _ in range(2))
-    blocks = [next(norms), nn.Sequential(nn.Linear(48, 192), nn.ReLU(), nn.Linear(192, 48)), UsesThrice(), next(norms)]
+    wide, narrow = nn.Linear(48, 192), nn.Linear(192, 48)
+    blocks = [
+        model_of(lambda self, x: x + self.layer(self.norm(x)), norm=nn.LayerNorm(48), layer=nn.Linear(48, 48)),
+        model_of(lambda self, x: x + self.narrow(self.wide(x).relu()), wide=wide, narrow=narrow),
+        UsesThrice(),
+        model_of(lambda self, x: x + self.layer(self.norm(x)), norm=nn.LayerNorm(48), layer=nn.Linear(48, 48)),
+    ]
     model, x = model_of(forward, blocks=nn.ModuleList(blocks)), torch.randn(256, 48)
     step = ackpt.compile(model, x, budget=0.9)
     for _ in range(3):
