@@ -493,7 +493,7 @@ class _Forward:
                 record.segments.append(Segment(self.live.segment_peak(), run, None))
 
             in_thread.run, region.recomputed = run, recomputed
-            # A later recomputation leaves calls out for the first time, and keeps its gradients to run again.
+            # The first recomputation without dead calls may have to run again, so it refers to its gradients till then.
             self.kept = [*gradients[0]] if region.can_skip and type(gradients[0]) is list else None
         before, in_thread.live = in_thread.live, self.live if self.is_in_mode else None
         self.live.watches = self.is_counted
